@@ -1,0 +1,114 @@
+"""`python -m dstrain COMMAND`: everything that is not training."""
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dstrain.errors import EXIT_USER_ERROR, UserError
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def schema(
+    output: Annotated[Path | None, typer.Option(help="File to write instead of the screen")] = None,
+) -> None:
+    """Write the JSON Schema of a recipe, which lets editors complete and check it."""
+    from dstrain.config import schema as recipe_schema
+
+    text = json.dumps(recipe_schema(), indent=2) + "\n"
+    output.write_text(text, encoding="utf-8") if output else typer.echo(text, nl=False)
+
+
+@app.command()
+def train_tokenizer(
+    data: Annotated[str, typer.Option(help="File, glob or folder of documents")],
+    output: Annotated[Path, typer.Option(help="Folder to write")],
+    vocab_size: Annotated[int, typer.Option(help="Tokens, the 256 bytes and the end token among them")] = 4096,
+    text_column: Annotated[str, typer.Option(help="Column that holds the text")] = "text",
+) -> None:
+    """Train a byte-level BPE tokenizer on text."""
+    from dstrain.data.sources import find_files, read_rows
+    from dstrain.tokenizer import train_tokenizer as train
+
+    files = find_files(data)
+    if files is None:
+        raise UserError(f"{data}: no such file or folder")
+
+    def texts():  # noqa: ANN202
+        for file in files:
+            for line, row in read_rows(file):
+                if text_column not in row:
+                    raise UserError(f"{file}:{line}: no column {text_column!r}; the columns are: {', '.join(row)}")
+                yield row[text_column] or ""
+
+    typer.echo(f"{train(texts(), vocab_size, output):,} tokens -> {output}")
+
+
+@app.command()
+def import_gguf(
+    source: Annotated[str, typer.Argument(help="A .gguf file, or an installed package that ships one")],
+    output: Annotated[Path, typer.Option(help="Folder to write")],
+) -> None:
+    """Turn a GGUF file into a Hugging Face folder that can be trained."""
+    from dstrain.gguf import find_gguf
+    from dstrain.gguf import import_gguf as convert
+
+    typer.echo(f"{convert(find_gguf(source), output):,} parameters -> {output}")
+
+
+@app.command()
+def build_ops() -> None:
+    """Build the DeepSpeed ops that this machine needs, once, in one process."""
+    from dstrain import distributed, ops
+
+    built = ops.ready((*ops.COLLECTIVES, "cpu_adam") if distributed.on_cpu() else ("cpu_adam",))
+    typer.echo(f"built {', '.join(built)}" if built else f"ops are ready in {ops.cache_dir()}")
+
+
+@app.command()
+def unigram(
+    config: Annotated[Path, typer.Option(help="Recipe with training and held-out sources")],
+) -> None:
+    """Print the held-out loss of two models without context: all tokens alike, and their training frequencies."""
+    import numpy as np
+
+    from dstrain import data, model
+    from dstrain.config import load_recipe
+
+    recipe, _ = load_recipe(config)
+    origin = model.Origin(recipe.model.model_name_or_path)
+    tokenizer = model.load_tokenizer(origin, recipe.model.tokenizer_name_or_path, None)
+    counts = []
+    for sources in (recipe.data.train, recipe.data.eval or ()):
+        arranged = data.build(
+            [source.model_dump() for source in sources],
+            tokenizer,
+            max_seq_length=recipe.data.max_seq_length,
+            packing=True,
+            long_examples="truncate",
+            empty_rows=recipe.data.empty_rows,
+            cache_dir=recipe.data.cache_dir,
+            workers=recipe.data.preprocessing_num_workers,
+            progress=True,
+        )
+        counts.append(sum(np.bincount(one.tokens.stream, minlength=len(tokenizer)) for one in arranged))
+    smoothed = np.log((counts[0] + 1) / (counts[0].sum() + len(tokenizer)))  # add-one
+    typer.echo(f"uniform  {math.log(len(tokenizer)):.4f} nats per token (ln {len(tokenizer):,})")
+    typer.echo(f"unigram  {-(smoothed * counts[1]).sum() / counts[1].sum():.4f} nats per held-out token")
+
+
+def main() -> None:
+    """Run a command; a user's mistake is one line and exit status 2."""
+    try:
+        app()
+    except UserError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(EXIT_USER_ERROR) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Save, find, resume and prune checkpoints, and tell one run's output folder from another's.
+
+    output_dir/checkpoints/step-100/   DeepSpeed's files, rng-rank0.pt ..., trainer.json
+    output_dir/checkpoints/latest      the newest step's folder name
+
+A checkpoint is written into `tmp-STEP`, and gets its name when it is whole; `latest` is replaced last.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dstrain import distributed
+from dstrain.errors import UserError
+
+# Recipe keys that may change between the two halves of one run.
+_MAY_CHANGE = (
+    "output_dir",
+    "deepspeed",
+    "train.max_steps",
+    "data.cache_dir",
+    "data.preprocessing_num_workers",
+    "eval.",
+    "checkpoint.",
+    "logging.",
+)
+
+
+def save(
+    engine: Any, output_dir: Path, step: int, trainer: Mapping[str, Any], keep: int | None, place: distributed.World
+) -> None:
+    """Write a checkpoint of all ranks, then delete the oldest beyond `keep` (None keeps all).
+
+    trainer: what the loop needs to go on, as plain numbers and strings.
+    """
+    root = output_dir / "checkpoints"
+    temporary = root / f"tmp-{step}"
+    if place.is_main:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    distributed.barrier()
+    engine.save_checkpoint(str(root), tag=temporary.name, save_latest=False)
+    torch.save(distributed.rng_state(), temporary / f"rng-rank{place.rank}.pt")
+    distributed.barrier()
+    if place.is_main:
+        layout = {"ranks": place.size, "zero_stage": engine.zero_optimization_stage()}
+        _write(temporary / "trainer.json", json.dumps({"step": step, **layout, **trainer}, indent=2))
+        final = root / f"step-{step}"
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+        _write(root / "latest", final.name)
+        if keep is not None:
+            _prune(root, keep)
+    distributed.barrier()
+
+
+def find(output_dir: Path, resume_from: str) -> Path | None:
+    """Return the step folder to resume from, or None to start afresh.
+
+    resume_from: `auto` (the newest of output_dir), `never`, or an output folder or step folder.
+    Raises UserError if a named place holds no checkpoint.
+    """
+    if resume_from == "never":
+        return None
+    if resume_from == "auto":
+        return _newest(output_dir / "checkpoints")
+    named = Path(resume_from).expanduser()
+    for folder in (named, named / "checkpoints"):
+        if (folder / "trainer.json").exists():
+            return folder
+        if newest := _newest(folder):
+            return newest
+    raise UserError(
+        f"checkpoint.resume_from_checkpoint={resume_from!r}: holds no checkpoint; "
+        "give an output folder or one of its checkpoints/step-N"
+    )
+
+
+def read_trainer(folder: Path) -> dict[str, Any]:
+    """Return what `save` was given as `trainer`, with `step`, `ranks` and `zero_stage`."""
+    return json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
+
+
+def load(engine: Any, folder: Path, place: distributed.World) -> dict[str, Any]:
+    """Restore the engine and this rank's generators, and return the trainer's part.
+
+    Raises UserError if the checkpoint is of another number of ranks or ZeRO stage.
+    """
+    trainer = read_trainer(folder)
+    layout = {"ranks": place.size, "zero_stage": engine.zero_optimization_stage()}
+    for key, value in layout.items():
+        if trainer[key] != value:
+            raise UserError(f"{folder}: saved with {key} {trainer[key]}, this run has {value}; start it with the same")
+    with _weights_only():
+        path, _ = engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        if path is None:
+            raise UserError(f"{folder}: DeepSpeed finds no checkpoint in it")
+        rng = torch.load(folder / f"rng-rank{place.rank}.pt", map_location="cpu")
+    distributed.set_rng_state(rng)
+    return trainer
+
+
+def claim(output_dir: Path, recipe: Mapping[str, Any]) -> None:
+    """Raise UserError if `output_dir` holds a run of another recipe. `recipe`: all options by dotted key."""
+    file = output_dir / "resolved" / "recipe.json"
+    if not file.exists():
+        if (output_dir / "checkpoints").exists() or (output_dir / "metrics.jsonl").exists():
+            raise UserError(f"output_dir={str(output_dir)!r}: holds a run without its recipe; choose another folder")
+        return
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    for key in sorted(saved.keys() | recipe.keys()):
+        if saved.get(key) != recipe.get(key) and not key.startswith(_MAY_CHANGE):
+            raise UserError(
+                f"output_dir={str(output_dir)!r}: holds a different run: {key} is {saved.get(key)!r} there and "
+                f"{recipe.get(key)!r} here; choose another output_dir"
+            )
+
+
+def describe(
+    output_dir: Path, options: Mapping[str, Any], recipe: str, ds_json: Mapping[str, Any], resolved: Mapping[str, Any]
+) -> None:
+    """Write what makes `output_dir` a recipe folder that reruns, and what `claim` compares.
+
+    recipe: YAML that names `ds_config.json`. ds_json: the JSON as it was given. resolved: what the engine got.
+    """
+    (output_dir / "resolved").mkdir(parents=True, exist_ok=True)
+    _write(output_dir / "recipe.yaml", recipe)
+    _write(output_dir / "ds_config.json", json.dumps(ds_json, indent=2) + "\n")
+    _write(output_dir / "resolved" / "ds_config.json", json.dumps(resolved, indent=2) + "\n")
+    _write(output_dir / "resolved" / "recipe.json", json.dumps(options, indent=2) + "\n")
+
+
+def _newest(root: Path) -> Path | None:
+    """Return the newest whole checkpoint. `latest` may be missing if the run died just before writing it."""
+    steps = sorted(_steps(root))
+    return root / f"step-{steps[-1]}" if steps else None
+
+
+def _steps(root: Path) -> list[int]:
+    folders = root.glob("step-*/trainer.json")
+    names = [folder.parent.name.removeprefix("step-") for folder in folders]
+    return [int(name) for name in names if name.isdigit()]
+
+
+def _prune(root: Path, keep: int) -> None:
+    for step in sorted(_steps(root))[:-keep]:
+        shutil.rmtree(root / f"step-{step}", ignore_errors=True)
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file so that after a crash it has either its old or its new content."""
+    temporary = file.with_name(f"{file.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(file)
+
+
+@contextmanager
+def _weights_only() -> Iterator[None]:
+    """Let `torch.load` build tensors and a few known classes, and run no code that a file brings along."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    name, before = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
+    os.environ[name] = "1"
+    try:
+        with torch.serialization.safe_globals([fragment_address, ZeroStageEnum, LossScaler, DynamicLossScaler]):
+            yield
+    finally:
+        os.environ.pop(name) if before is None else os.environ.update({name: before})

@@ -1,0 +1,179 @@
+"""Ranks, device, threads, seeds and the few collectives. The only module that touches `deepspeed.comm`."""
+
+import contextlib
+import io
+import logging
+import os
+import random
+import socket
+import sys
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from dstrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place, read from the environment that every launcher sets."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks and writes for all."""
+        return self.rank == 0
+
+
+def world() -> World:
+    """Read the launcher's environment variables; without a launcher, be one process.
+
+    Raises UserError if they contradict each other.
+    """
+    env = os.environ
+    values = {}
+    for name, names, default in (
+        ("rank", ("RANK",), "0"),
+        ("size", ("WORLD_SIZE",), "1"),
+        ("local_rank", ("LOCAL_RANK",), "0"),
+        ("local_size", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), "1"),
+    ):
+        text = next((env[key] for key in names if key in env), default)
+        if not text.isdigit():
+            raise UserError(f"environment: {names[0]}={text!r} is not a number")
+        values[name] = int(text)
+    if not values["rank"] < values["size"]:
+        raise UserError(f"environment: RANK={values['rank']} is not below WORLD_SIZE={values['size']}")
+    return World(**values)
+
+
+def prepare(place: World) -> None:
+    """Quiet the libraries and take this rank's share of the cores, before either matters."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found nothing else
+    # Their own chatter is kept to warnings, and only the first rank speaks.
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING if place.is_main else logging.ERROR)
+    transformers.utils.logging.set_verbosity(logging.WARNING if place.is_main else logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    if not place.is_main:
+        warnings.simplefilter("ignore")
+    use_cores(place)
+
+
+def use_cores(place: World) -> int:
+    """Give this rank its share of the machine's cores, and return how many threads that is.
+
+    The launchers set OMP_NUM_THREADS=1, which leaves a CPU rank at a fraction of its speed. Another value
+    is the user's own and stays.
+    """
+    asked = os.environ.get("OMP_NUM_THREADS", "1")
+    threads = int(asked) if asked.isdigit() and asked != "1" else 0
+    if not threads:
+        threads = max(1, len(os.sched_getaffinity(0)) // place.local_size)
+    torch.set_num_threads(threads)
+    return threads
+
+
+def start(place: World) -> None:
+    """Start the process group of all ranks. A process without a launcher becomes a group of one."""
+    import deepspeed
+
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK="0", RANK="0", WORLD_SIZE="1")
+    os.environ.setdefault("LOCAL_SIZE", str(place.local_size))
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints, on every rank, that it found its op
+        # The environment says all, so there is no MPI to discover.
+        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=10))
+
+
+def stop() -> None:
+    """Leave the process group."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def device_name() -> str:
+    """Return the device's product name, such as `NVIDIA H100 80GB HBM3`, or `cpu`."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def on_cpu() -> bool:
+    """Whether DeepSpeed will train on the CPU."""
+    return not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR") == "cpu"
+
+
+def seed_all(seed: int, rank: int) -> None:
+    """Seed every generator; ranks differ, so that dropout does."""
+    random.seed(seed + rank)
+    np.random.seed(seed + rank)
+    torch.manual_seed(seed + rank)
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the state of the generators, as tensors and plain numbers."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore what `rng_state` returned."""
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum a tensor over all ranks, in place."""
+    torch.distributed.all_reduce(tensor)
+    return tensor
+
+
+def gather(value: Any) -> list[Any]:
+    """Return every rank's value, in rank order, on every rank."""
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def ranks_where(condition: bool) -> list[int]:
+    """Return the ranks on which `condition` holds."""
+    return [rank for rank, holds in enumerate(gather(condition)) if holds]
+
+
+def barrier() -> None:
+    """Wait for all ranks, at most the process group's time-out."""
+    torch.distributed.barrier()
+
+
+def describe(place: World) -> str:
+    """Return the devices in words."""
+    ranks = f"{place.size} rank{'s' if place.size > 1 else ''}"
+    return f"{device_name()}, {ranks}, {torch.get_num_threads()} CPU threads each"
+
+
+def say(place: World, line: str) -> None:
+    """Print on the first rank."""
+    if place.is_main:
+        print(line, flush=True)
+
+
+def fail(place: World, line: str, status: int) -> None:
+    """End the process with one line, said by the first rank of each node."""
+    if place.local_rank == 0:
+        print(f"error: {line}", file=sys.stderr, flush=True)
+    raise SystemExit(status)

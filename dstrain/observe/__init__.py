@@ -1,0 +1,116 @@
+"""What a run shows: the console, metrics.jsonl, trackers and the loss curve."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dstrain.observe.console import Console
+from dstrain.observe.meter import Meter, peak_tflops
+from dstrain.observe.metrics import MetricsFile
+from dstrain.observe.preview import preview
+from dstrain.observe.report import plot_loss
+from dstrain.observe.trackers import Trackers
+from dstrain.observe.trackers import check as check_trackers
+
+__all__ = ["Observer", "check_trackers", "preview"]
+
+
+class Observer:
+    """Takes what the loop measures and shows it everywhere. On ranks other than the first it does nothing."""
+
+    def __init__(
+        self,
+        output_dir: Path,
+        *,
+        is_main: bool,
+        max_steps: int,
+        first_step: int,
+        logging_steps: int,
+        world_size: int,
+        flops_per_token: float,
+        device: str,
+    ) -> None:
+        self.output_dir, self.is_main = output_dir, is_main
+        self.max_steps, self.first_step, self.logging_steps = max_steps, first_step, logging_steps
+        self.console = Console(is_main, max_steps, first_step)
+        self.peak_tflops, self.flops_per_token = peak_tflops(device), flops_per_token
+        self.meter = Meter(world_size, flops_per_token, self.peak_tflops)
+        self.trackers: Trackers | None = None
+
+    def header(self, notes: Sequence[str], **lines: str) -> None:
+        """Print what is about to run."""
+        self.console.header(list(lines.items()))
+        if self.peak_tflops:
+            formula = f"tok/s x {self.flops_per_token:.3g} FLOP a token (6N + 12LHQT) / peak"
+            self.console.header([("mfu", f"{formula} {self.peak_tflops:g} TFLOP/s a device (dense bf16)")])
+        for note in notes:
+            self.console.header([("note", note)])
+
+    def start(
+        self,
+        report_to: Sequence[str],
+        project: str,
+        run_name: str | None,
+        options: Mapping[str, Any],
+        wandb_id: str | None,
+    ) -> None:
+        """Open metrics.jsonl and the trackers. options: the recipe, flat. wandb_id: the W&B run to continue."""
+        self.metrics = MetricsFile(self.output_dir if self.is_main else None, self.first_step or None)
+        names = report_to if self.is_main else ()
+        self.trackers = Trackers(names, project, run_name or self.output_dir.name, self.output_dir, options, wandb_id)
+        self.console.start()
+
+    @property
+    def wandb_id(self) -> str | None:
+        """The id of the W&B run."""
+        return self.trackers.wandb_id if self.trackers else None
+
+    def evaluated(self, step: int, tokens_seen: int, eval_loss: float) -> None:
+        """Report an evaluation that no training step belongs to: the one before the first step."""
+        self._row({"step": step, "tokens_seen": tokens_seen, "eval_loss": eval_loss})
+
+    def step(
+        self,
+        step: int,
+        result: Mapping[str, Any],
+        *,
+        epoch: float,
+        tokens_seen: int,
+        step_s: float,
+        wait_s: float,
+    ) -> None:
+        """Count one optimizer step. result: the fields of `step.StepResult`."""
+        self.meter.add(result["loss"], result["valid_tokens"], result["tokens"], step_s, wait_s)
+        self.last = {
+            "step": step,
+            "epoch": round(epoch, 6),
+            "lr": result["lr"],
+            "grad_norm": result["grad_norm"],
+            "tokens_seen": tokens_seen,
+        }
+
+    def report(self, eval_loss: float | None) -> None:
+        """Write the row of the last step if it is a logging step, the last one, or has an evaluation."""
+        step = int(self.last["step"])
+        if step % self.logging_steps and eval_loss is None and step != self.max_steps:
+            return
+        row = self.last | self.meter.read()
+        self._row(row if eval_loss is None else row | {"eval_loss": eval_loss})
+
+    def _row(self, row: Mapping[str, float]) -> None:
+        self.metrics.write(row)
+        self.console.step(row)
+        if self.trackers:
+            self.trackers.log(row)
+
+    def say(self, text: str) -> None:
+        """Print for people."""
+        self.console.say(text)
+
+    def finish(self) -> None:
+        """Close everything and draw the loss curve."""
+        self.console.stop()
+        if self.trackers:
+            self.trackers.finish()
+        if self.is_main:
+            plot_loss(self.output_dir)

@@ -1,0 +1,30 @@
+"""metrics.jsonl: one JSON object a logged step, appended as it happens."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class MetricsFile:
+    """The file of one run; without a folder, on ranks other than the first, nothing is written."""
+
+    def __init__(self, output_dir: Path | None, resumed_step: int | None) -> None:
+        """Open the file; rows after `resumed_step` are cut off, so that no step stands in it twice."""
+        self.file = output_dir / "metrics.jsonl" if output_dir else None
+        if self.file:
+            lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
+            kept = [line for line in lines if resumed_step is not None and _step(line) <= resumed_step]
+            self.file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+    def write(self, row: Mapping[str, float]) -> None:
+        """Append a row."""
+        if self.file:
+            with self.file.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(dict(row)) + "\n")
+
+
+def _step(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError):  # the process died while it wrote this line
+        return float("inf")

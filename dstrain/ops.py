@@ -1,0 +1,124 @@
+"""DeepSpeed's compiled ops: built once, by one process, into a cache of this environment.
+
+Left alone, DeepSpeed builds an op in every rank at its first use: ranks race, a killed build leaves a lock
+that the next start waits on for ever, and environments that share the default cache rebuild each other's
+ops. Here an op is built under a file lock, a finished build carries a stamp of what it was built for, and
+ranks load it as it is, without compiler, ninja or lock.
+"""
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from dstrain.errors import UserError
+
+# Builder classes by the op's name.
+_BUILDERS = {
+    "deepspeed_shm_comm": "ShareMemCommBuilder",
+    "cpu_adam": "CPUAdamBuilder",
+    "cpu_lion": "CPULionBuilder",
+    "cpu_adagrad": "CPUAdagradBuilder",
+    "fused_adam": "FusedAdamBuilder",
+    "async_io": "AsyncIOBuilder",
+}
+COLLECTIVES = ("deepspeed_shm_comm",)  # every process group on a CPU
+
+
+def cache_dir() -> Path:
+    """Return where ops are built: $TORCH_EXTENSIONS_DIR, else inside the virtual environment."""
+    named = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if named:
+        return Path(named)
+    inside = sys.prefix != sys.base_prefix
+    return Path(sys.prefix) / "torch_extensions" if inside else Path.home() / ".cache" / "dstrain" / "ops"
+
+
+def ready(names: Sequence[str], build: bool = True) -> list[str]:
+    """Make ops ready for this process, building those that are not. Returns the names that were built.
+
+    Safe in any number of processes at once: one builds, the others wait. Raises UserError if a compiler is
+    missing or a build fails.
+    """
+    cache = cache_dir()
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(cache)
+    built = []
+    for name in names:
+        if not _is_built(cache / name):
+            if not build:
+                continue
+            cache.mkdir(parents=True, exist_ok=True)
+            with FileLock(cache / f"{name}.dstrain.lock"):  # freed by the system if its holder dies
+                if not _is_built(cache / name):
+                    _build(name, cache / name)
+                    built.append(name)
+        _load(name, cache / name)
+    return built
+
+
+def _stamp() -> dict[str, str]:
+    import deepspeed.git_version_info as deepspeed_version
+    import torch
+
+    flags = ""
+    if Path("/proc/cpuinfo").exists():  # ops are built with -march=native
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return {
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "deepspeed": deepspeed_version.version,
+        "cpu": " ".join(sorted(flags.partition(":")[2].split())),
+    }
+
+
+def _is_built(folder: Path) -> bool:
+    stamp = folder / "dstrain.json"
+    return stamp.exists() and json.loads(stamp.read_text()) == _stamp() and any(folder.glob("*.so"))
+
+
+def _build(name: str, folder: Path) -> None:
+    scripts = str(Path(sys.executable).parent)
+    if scripts not in os.environ["PATH"].split(os.pathsep):  # ninja lies beside python
+        os.environ["PATH"] = scripts + os.pathsep + os.environ["PATH"]
+    for command, package in (("g++", "g++"), ("ninja", "ninja-build")):
+        if not shutil.which(command):
+            raise UserError(f"op {name}: {command} is missing; install the package {package!r}")
+    # What lies here is stale: another version's, another processor's, or half of a build that was killed.
+    shutil.rmtree(folder, ignore_errors=True)
+    print(f"building DeepSpeed op {name}, once for this environment (about a minute) ...", flush=True)
+    import deepspeed.ops.op_builder as builders
+
+    builder = getattr(builders, _BUILDERS[name], None) or getattr(_cpu_builders(), _BUILDERS[name])
+    try:
+        builder().load(verbose=False)
+    except Exception as error:  # ninja's output is long; its last lines name the fault
+        lines = [line for line in str(error).splitlines() if "error" in line.lower()] or str(error).splitlines()
+        raise UserError(f"op {name}: the build failed: {lines[-1].strip()}") from None
+    (folder / "dstrain.json").write_text(json.dumps(_stamp(), indent=2), encoding="utf-8")
+
+
+def _cpu_builders() -> Any:
+    import deepspeed.ops.op_builder.cpu as builders
+
+    return builders
+
+
+def _load(name: str, folder: Path) -> None:
+    """Give DeepSpeed the built module, so that its own loader neither locks nor asks for a compiler."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    loaded = OpBuilder._loaded_ops
+    if name in loaded:
+        return
+    spec = importlib.util.spec_from_file_location(name, next(folder.glob("*.so")))
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    loaded[name] = module

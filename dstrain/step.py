@@ -1,0 +1,130 @@
+"""One optimizer step over its micro batches, and one evaluation, whatever the engine.
+
+The gradient of a step is that of (sum of the token losses of all micro batches and ranks) / (number of
+valid tokens in them), so how a global batch is split into micro batches and ranks does not matter.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dstrain import distributed
+
+Batch = dict[str, torch.Tensor]
+
+
+class NonFinite(Exception):
+    """The loss or the gradient is NaN or infinite, on `ranks`. `applied`: it has reached the weights."""
+
+    def __init__(self, what: str, ranks: list[int], applied: bool) -> None:
+        super().__init__(f"non-finite {what}")
+        self.what, self.ranks, self.applied = what, ranks, applied
+
+    def tell(self, step: int, places: Sequence[Sequence[str]]) -> None:
+        """Say where it happened. places: of every rank, `file:line` of each document in the step."""
+        shown = [place for rank in self.ranks for place in places[rank]]
+        more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
+        kept = "the last checkpoint is from before it" if self.applied else f"step {step - 1} is saved as a checkpoint"
+        self.args = (
+            f"non-finite {self.what} at step {step} on rank {', '.join(map(str, self.ranks))}; {kept}. "
+            f"Documents in the batch: {', '.join(shown[:8])}{more}. "
+            "Try a lower train.learning_rate, more train.warmup_steps, bf16 or fp32 instead of fp16, "
+            "or look at these documents.",
+        )
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did, over all ranks."""
+
+    loss: float  # mean over the step's valid tokens, nats
+    grad_norm: float  # before clipping
+    lr: float  # the one applied
+    tokens: int  # without padding
+    valid_tokens: int  # in the loss
+    skipped: bool  # fp16 overflow: the loss scale was lowered and no weight changed
+
+
+def train_step(engine: Any, batches: Sequence[Batch]) -> StepResult:
+    """Run the micro batches of one optimizer step. Raises NonFinite, on all ranks together."""
+    batches = [{name: tensor.to(engine.device) for name, tensor in batch.items()} for batch in batches]
+    counts = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    for batch in batches:
+        counts += torch.stack([(batch["document_ids"] > 0).sum(), (batch["labels"] >= 0).sum()])
+    tokens, valid = (int(count) for count in distributed.all_reduce_sum(counts))
+    if valid == 0:
+        raise ValueError("all labels of a step are masked")
+    # The engine averages gradients over ranks and, told so, not over micro batches.
+    scale = engine.dp_world_size / valid
+    lr = engine.get_lr()[0]
+    total = torch.zeros(1, dtype=torch.float64, device=engine.device)
+    for number, batch in enumerate(batches):
+        loss_sum, _ = engine(**batch)
+        engine.backward(loss_sum * scale, scale_wrt_gas=False)
+        total += loss_sum.detach()
+        if number + 1 < len(batches):
+            engine.step()  # counts the micro batch
+    # The one synchronisation of a step: no bad loss may reach the weights.
+    own = float(total)
+    loss = float(distributed.all_reduce_sum(total)) / valid
+    if not _finite(loss) and not engine.fp16_enabled():
+        raise NonFinite("loss", distributed.ranks_where(not _finite(own)), applied=False)
+    norm = _norm_before_step(engine)
+    if norm is not None and not _finite(norm):
+        raise NonFinite("gradient", distributed.ranks_where(True), applied=False)
+    engine.step()
+    if norm is None:
+        norm = float(engine.get_global_grad_norm() or 0.0)
+    skipped = not engine.was_step_applied()
+    if not _finite(norm) and not engine.fp16_enabled():
+        raise NonFinite("gradient", distributed.ranks_where(True), applied=not skipped)
+    return StepResult(loss, norm, lr, tokens, valid, skipped)
+
+
+def _norm_before_step(engine: Any) -> float | None:
+    """Return the norm of the whole gradient where the engine does not tell it: ZeRO 0 without a wrapper."""
+    if engine.zero_optimization() or engine.bfloat16_enabled() or engine.fp16_enabled():
+        return None
+    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    return float(torch.nn.utils.get_total_norm(gradients))
+
+
+@torch.no_grad()
+def eval_step(engine: Any, batches: Iterable[Batch]) -> float:
+    """Return the mean loss over all valid tokens of all ranks' batches, weighted by token."""
+    engine.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    for batch in batches:
+        loss_sum, valid = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()})
+        total += torch.stack([loss_sum.double(), valid.double()])
+    engine.train()
+    loss_sum, valid = distributed.all_reduce_sum(total).tolist()
+    return loss_sum / valid
+
+
+def undo_first_update(engine: Any) -> None:
+    """Undo the AdamW step with zero gradients that bf16 and fp16 under ZeRO-0 take while they start.
+
+    It decays the fp32 master weights and counts as a step in the optimizer's state (DeepSpeed 0.19,
+    `initialize_optimizer_states` of its fp16 wrappers).
+    """
+    wrapper = engine.optimizer
+    if hasattr(wrapper, "fp32_groups"):
+        masters = [master for group in wrapper.fp32_groups for master in group]
+        weights = [weight for group in wrapper.fp16_groups for weight in group]
+    elif hasattr(wrapper, "fp32_groups_flat"):
+        masters, weights = wrapper.fp32_groups_flat, wrapper.fp16_groups_flat
+    else:
+        return
+    with torch.no_grad():
+        for master, weight in zip(masters, weights, strict=True):
+            master.copy_(weight)
+    wrapper.optimizer.state.clear()
+    for group in wrapper.optimizer.param_groups:
+        group.pop("step", None)
+
+
+def _finite(value: float) -> bool:
+    return value - value == 0.0

@@ -1,0 +1,214 @@
+"""Train a causal language model with DeepSpeed.
+
+    deepspeed train.py --config recipes/quickstart/recipe.yaml train.max_steps=20
+    torchrun --nproc-per-node 2 train.py --config ...      accelerate launch train.py --config ...
+    python train.py --config ... --zero_stage 3 --precision fp32 --dry-run
+
+Four parts: what to run; data, before any process group; model and engine; the loop. Exit status: 0 done,
+2 a mistake to mend, said in one line, 3 a loss or gradient that is not finite.
+"""
+
+import argparse
+import dataclasses
+import math
+import time
+from pathlib import Path
+
+from dstrain import checkpoint, config, data, distributed, ds_config, model, ops, schedule
+from dstrain.errors import EXIT_NON_FINITE, EXIT_USER_ERROR, UserError
+from dstrain.observe import Observer, check_trackers, preview
+from dstrain.step import NonFinite, eval_step, train_step, undo_first_update
+
+LIBRARY = Path(__file__).resolve().parent / "ds_configs"
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, metavar="FILE", help="recipe.yaml, or the folder that holds it")
+    parser.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON instead of the recipe's")
+    parser.add_argument("--zero_stage", type=int, choices=[0, 1, 2, 3], help="pick a file of ds_configs/")
+    parser.add_argument("--precision", choices=["bf16", "fp16", "fp32"], help="pick a file of ds_configs/")
+    parser.add_argument("--dry-run", action="store_true", help="build everything, show the first batch, write nothing")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher puts it in
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="recipe keys; deepspeed.KEY=value")
+    return parser.parse_args()
+
+
+def main(args: argparse.Namespace, world: distributed.World) -> None:
+    # ---- 1. What to run. The recipe says what is trained, the DeepSpeed JSON how; its "auto" is filled here.
+    recipe, ds_overrides = config.load_recipe(args.config, args.overrides)
+    options = config.flat(recipe)
+    ds_file, ds_json = ds_config.choose(
+        args.deepspeed_config or recipe.deepspeed,
+        args.zero_stage,
+        args.precision,
+        ds_overrides,
+        recipe_dir=config.recipe_file(args.config).resolve().parent,
+        library_dir=LIBRARY,
+    )
+    origin = model.Origin(recipe.model.model_name_or_path, recipe.model.revision, recipe.model.trust_remote_code)
+    model_config = model.load_config(origin, recipe.model.config)
+    ds = ds_config.resolve(
+        ds_json,
+        ds_file=str(ds_file),
+        recipe_file=args.config,
+        values=options,
+        explicit=config.explicit_keys(recipe),
+        dp_size=world.size,
+        hidden_size=model_config.get_text_config().hidden_size,
+        on_cpu=distributed.on_cpu(),
+    )
+    check_trackers(recipe.logging.report_to)
+    output_dir = Path(recipe.output_dir).expanduser().resolve()
+    checkpoint.claim(output_dir, options)
+    resume_from = checkpoint.find(output_dir, recipe.checkpoint.resume_from_checkpoint)
+
+    # ---- 2. Data, before the process group: tokenizing may take longer than ranks wait for one another.
+    tokenizer = model.load_tokenizer(origin, recipe.model.tokenizer_name_or_path, recipe.model.chat_template)
+    model.check_fit(model_config, tokenizer, recipe.data.max_seq_length)
+    train_data, eval_data = (
+        data.build(
+            [source.model_dump() for source in sources or ()],
+            tokenizer,
+            max_seq_length=recipe.data.max_seq_length,
+            packing=recipe.data.packing,
+            long_examples=recipe.data.long_examples,
+            empty_rows=recipe.data.empty_rows,
+            cache_dir=recipe.data.cache_dir,
+            workers=recipe.data.preprocessing_num_workers,
+            progress=world.is_main,
+        )
+        for sources in (recipe.data.train, recipe.data.eval)
+    )
+    width = recipe.data.max_seq_length if recipe.data.packing else None
+    pad_id = tokenizer.eos_token_id
+    loader = data.Loader(train_data, recipe.seed, ds.micro, ds.gas, world.rank, world.size, width, pad_id)
+    epoch_steps = loader.epoch_sequences / ds.global_batch
+    max_steps = recipe.train.max_steps or math.ceil(recipe.train.num_train_epochs * epoch_steps)
+    if resume_from and checkpoint.read_trainer(resume_from)["step"] >= max_steps:
+        distributed.say(world, f"{output_dir}: finished at step {max_steps}; raise train.max_steps to train on")
+        return
+
+    # ---- 3. Ranks, model and engine.
+    import deepspeed  # takes seconds, and speaks before distributed.prepare has quieted it
+
+    ops.ready((*ops.COLLECTIVES, *ds.ops) if distributed.on_cpu() else ds.ops)
+    distributed.start(world)
+    lm = model.build(
+        origin,
+        model_config,
+        recipe.model.attn_implementation,
+        ds.precision,
+        recipe.seed,
+        zero3_config=ds.config if ds.zero_stage == 3 else None,
+    )
+    if ds.gradient_checkpointing:
+        lm.gradient_checkpointing_enable(offload=ds.offload_activations)
+    parameters = model.count_parameters(lm)
+    warmup_steps = ds.warmup_steps or round(ds.warmup_ratio * max_steps)
+    lr_at = schedule.multiplier(
+        ds.lr_scheduler_type, max_steps, warmup_steps, ds.min_lr_ratio, recipe.train.decay_ratio
+    )
+    distributed.seed_all(recipe.seed, world.rank)
+    engine, *_ = deepspeed.initialize(
+        model=model.CausalLMLoss(lm),
+        model_parameters=model.parameter_groups(lm, ds.weight_decay),
+        lr_scheduler=lambda optimizer: schedule.lambda_lr(optimizer, lr_at),
+        config=ds.config,
+    )
+    undo_first_update(engine)
+    first, tokens_seen, wandb_id = 0, 0, None
+    if resume_from and not args.dry_run:
+        state = checkpoint.load(engine, resume_from, world)
+        first, tokens_seen, wandb_id = state["step"], state["tokens_seen"], state["wandb_id"]
+        loader.load(state["loader"])
+
+    # ---- 4. The loop.
+    observer = Observer(
+        output_dir,
+        is_main=world.is_main,
+        max_steps=max_steps,
+        first_step=first,
+        logging_steps=recipe.logging.logging_steps,
+        world_size=world.size,
+        flops_per_token=model.flops_per_token(model_config, parameters, recipe.data.max_seq_length),
+        device=distributed.device_name(),
+    )
+    observer.header(
+        notes=ds.notes,
+        model=f"{origin.name or 'new'} ({model_config.model_type}), {parameters:,} parameters",
+        data=data.describe(train_data) + (f"; held out: {data.describe(eval_data)}" if eval_data else ""),
+        batch=f"{ds.micro} micro x {ds.gas} gas x {world.size} dp = {ds.global_batch} sequences"
+        f" = {ds.global_batch * recipe.data.max_seq_length:,} tokens a step",
+        steps=f"{max_steps:,} = {max_steps / epoch_steps:.2f} epochs"
+        f" = {max_steps * ds.global_batch * recipe.data.max_seq_length:,} tokens",
+        schedule=f"{ds.lr_scheduler_type}, peak lr {ds.learning_rate:g}, {warmup_steps} warm-up steps",
+        deepspeed=f"ZeRO {ds.zero_stage}, {ds.precision}, {Path(ds_file).name}"
+        + (", gradient checkpointing" if ds.gradient_checkpointing else ""),
+        device=distributed.describe(world),
+        output=f"{output_dir}" + (f", resumed from step {first:,}" if first else ""),
+    )
+    if args.dry_run:
+        observer.say(preview(tokenizer, loader.next_step()[0]))
+        return
+    if world.is_main:
+        saved = config.dump_recipe(recipe, output_dir=str(output_dir), deepspeed="ds_config.json")
+        checkpoint.describe(output_dir, options, saved, ds_json, ds.config)
+    observer.start(recipe.logging.report_to, recipe.logging.project, recipe.logging.run_name, options, wandb_id)
+
+    def evaluate() -> float:
+        micro = recipe.eval.eval_micro_batch_size_per_gpu or ds.micro
+        return eval_step(engine, data.eval_batches(eval_data, micro, world.rank, world.size, width, pad_id))
+
+    def save(step: int, position: dict[str, int]) -> None:
+        state = {"tokens_seen": tokens_seen, "loader": position, "wandb_id": observer.wandb_id}
+        checkpoint.save(engine, output_dir, step, state, recipe.checkpoint.save_total_limit, world)
+
+    if eval_data and first == 0:
+        observer.evaluated(0, 0, evaluate())
+    for step in range(first + 1, max_steps + 1):
+        started, position = time.perf_counter(), loader.state()
+        batches = loader.next_step()
+        waited_s = time.perf_counter() - started
+        try:
+            result = train_step(engine, batches)  # forward, backward, clip, AdamW, schedule
+        except NonFinite as fault:
+            if not fault.applied:
+                save(step - 1, position)  # the weights are still those of the step before
+            fault.tell(step, distributed.gather(loader.places()))
+            raise
+        tokens_seen += result.tokens
+        observer.step(
+            step,
+            dataclasses.asdict(result),
+            epoch=step / epoch_steps,
+            tokens_seen=tokens_seen,
+            step_s=time.perf_counter() - started,
+            wait_s=waited_s,
+        )
+        last = step == max_steps
+        due = bool(eval_data) and (last or (recipe.eval.eval_steps and step % recipe.eval.eval_steps == 0))
+        observer.report(evaluate() if due else None)
+        if last or (recipe.checkpoint.save_steps and step % recipe.checkpoint.save_steps == 0):
+            save(step, loader.state())
+    observer.finish()
+
+    if recipe.checkpoint.export:
+        folder = output_dir / "hf_model"
+        model.export(lm, tokenizer, folder, writer=world.is_main)
+        observer.say(f"exported to {folder}")
+        if recipe.logging.sample_prompt and world.is_main:
+            observer.say(model.sample(folder, recipe.logging.sample_prompt, recipe.logging.sample_tokens, recipe.seed))
+
+
+if __name__ == "__main__":
+    arguments, place = parse_args(), distributed.world()
+    distributed.prepare(place)
+    try:
+        main(arguments, place)
+    except UserError as error:
+        distributed.fail(place, str(error), EXIT_USER_ERROR)
+    except NonFinite as fault:
+        distributed.fail(place, str(fault), EXIT_NON_FINITE)
+    finally:
+        distributed.stop()
