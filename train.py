@@ -23,14 +23,22 @@ LIBRARY = Path(__file__).resolve().parent / "ds_configs"
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, metavar="FILE", help="recipe.yaml, or the folder that holds it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--config", required=True, metavar="FILE", help="recipe.yaml, or the folder that holds it"
+    )
     parser.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON instead of the recipe's")
     parser.add_argument("--zero_stage", type=int, choices=[0, 1, 2, 3], help="pick a file of ds_configs/")
     parser.add_argument("--precision", choices=["bf16", "fp16", "fp32"], help="pick a file of ds_configs/")
-    parser.add_argument("--dry-run", action="store_true", help="build everything, show the first batch, write nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="build everything, show the first batch, write nothing"
+    )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher puts it in
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="recipe keys; deepspeed.KEY=value")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="recipe keys; deepspeed.KEY=value"
+    )
     return parser.parse_args()
 
 
@@ -46,7 +54,9 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         recipe_dir=config.recipe_file(args.config).resolve().parent,
         library_dir=LIBRARY,
     )
-    origin = model.Origin(recipe.model.model_name_or_path, recipe.model.revision, recipe.model.trust_remote_code)
+    origin = model.Origin(
+        recipe.model.model_name_or_path, recipe.model.revision, recipe.model.trust_remote_code
+    )
     model_config = model.load_config(origin, recipe.model.config)
     ds = ds_config.resolve(
         ds_json,
@@ -86,7 +96,9 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     epoch_steps = loader.epoch_sequences / ds.global_batch
     max_steps = recipe.train.max_steps or math.ceil(recipe.train.num_train_epochs * epoch_steps)
     if resume_from and checkpoint.read_trainer(resume_from)["step"] >= max_steps:
-        distributed.say(world, f"{output_dir}: finished at step {max_steps}; raise train.max_steps to train on")
+        distributed.say(
+            world, f"{output_dir}: finished at step {max_steps}; raise train.max_steps to train on"
+        )
         return
 
     # ---- 3. Ranks, model and engine.
@@ -154,7 +166,9 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     if world.is_main:
         saved = config.dump_recipe(recipe, output_dir=str(output_dir), deepspeed="ds_config.json")
         checkpoint.describe(output_dir, options, saved, ds_json, ds.config)
-    observer.start(recipe.logging.report_to, recipe.logging.project, recipe.logging.run_name, options, wandb_id)
+    observer.start(
+        recipe.logging.report_to, recipe.logging.project, recipe.logging.run_name, options, wandb_id
+    )
 
     def evaluate() -> float:
         micro = recipe.eval.eval_micro_batch_size_per_gpu or ds.micro
@@ -198,7 +212,9 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         model.export(lm, tokenizer, folder, writer=world.is_main)
         observer.say(f"exported to {folder}")
         if recipe.logging.sample_prompt and world.is_main:
-            observer.say(model.sample(folder, recipe.logging.sample_prompt, recipe.logging.sample_tokens, recipe.seed))
+            observer.say(
+                model.sample(folder, recipe.logging.sample_prompt, recipe.logging.sample_tokens, recipe.seed)
+            )
 
 
 if __name__ == "__main__":

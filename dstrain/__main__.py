@@ -27,7 +27,9 @@ def schema(
 def train_tokenizer(
     data: Annotated[str, typer.Option(help="File, glob or folder of documents")],
     output: Annotated[Path, typer.Option(help="Folder to write")],
-    vocab_size: Annotated[int, typer.Option(help="Tokens, the 256 bytes and the end token among them")] = 4096,
+    vocab_size: Annotated[
+        int, typer.Option(help="Tokens, the 256 bytes and the end token among them")
+    ] = 4096,
     text_column: Annotated[str, typer.Option(help="Column that holds the text")] = "text",
 ) -> None:
     """Train a byte-level BPE tokenizer on text."""
@@ -42,7 +44,9 @@ def train_tokenizer(
         for file in files:
             for line, row in read_rows(file):
                 if text_column not in row:
-                    raise UserError(f"{file}:{line}: no column {text_column!r}; the columns are: {', '.join(row)}")
+                    raise UserError(
+                        f"{file}:{line}: no column {text_column!r}; the columns are: {', '.join(row)}"
+                    )
                 yield row[text_column] or ""
 
     typer.echo(f"{train(texts(), vocab_size, output):,} tokens -> {output}")
@@ -73,7 +77,7 @@ def build_ops() -> None:
 def unigram(
     config: Annotated[Path, typer.Option(help="Recipe with training and held-out sources")],
 ) -> None:
-    """Print the held-out loss of two models without context: all tokens alike, and their training frequencies."""
+    """Print the held-out loss of two models without context: uniform, and training frequencies."""
     import numpy as np
 
     from dstrain import data, model

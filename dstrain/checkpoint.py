@@ -33,7 +33,12 @@ _MAY_CHANGE = (
 
 
 def save(
-    engine: Any, output_dir: Path, step: int, trainer: Mapping[str, Any], keep: int | None, place: distributed.World
+    engine: Any,
+    output_dir: Path,
+    step: int,
+    trainer: Mapping[str, Any],
+    keep: int | None,
+    place: distributed.World,
 ) -> None:
     """Write a checkpoint of all ranks, then delete the oldest beyond `keep` (None keeps all).
 
@@ -96,7 +101,9 @@ def load(engine: Any, folder: Path, place: distributed.World) -> dict[str, Any]:
     layout = {"ranks": place.size, "zero_stage": engine.zero_optimization_stage()}
     for key, value in layout.items():
         if trainer[key] != value:
-            raise UserError(f"{folder}: saved with {key} {trainer[key]}, this run has {value}; start it with the same")
+            raise UserError(
+                f"{folder}: saved with {key} {trainer[key]}, this run has {value}; start it with the same"
+            )
     with _weights_only():
         path, _ = engine.load_checkpoint(str(folder.parent), tag=folder.name)
         if path is None:
@@ -111,23 +118,29 @@ def claim(output_dir: Path, recipe: Mapping[str, Any]) -> None:
     file = output_dir / "resolved" / "recipe.json"
     if not file.exists():
         if (output_dir / "checkpoints").exists() or (output_dir / "metrics.jsonl").exists():
-            raise UserError(f"output_dir={str(output_dir)!r}: holds a run without its recipe; choose another folder")
+            raise UserError(
+                f"output_dir={str(output_dir)!r}: holds a run without its recipe; choose another folder"
+            )
         return
     saved = json.loads(file.read_text(encoding="utf-8"))
     for key in sorted(saved.keys() | recipe.keys()):
         if saved.get(key) != recipe.get(key) and not key.startswith(_MAY_CHANGE):
             raise UserError(
-                f"output_dir={str(output_dir)!r}: holds a different run: {key} is {saved.get(key)!r} there and "
-                f"{recipe.get(key)!r} here; choose another output_dir"
+                f"output_dir={str(output_dir)!r}: holds a different run: "
+                f"{key} is {saved.get(key)!r} there and {recipe.get(key)!r} here; choose another output_dir"
             )
 
 
 def describe(
-    output_dir: Path, options: Mapping[str, Any], recipe: str, ds_json: Mapping[str, Any], resolved: Mapping[str, Any]
+    output_dir: Path,
+    options: Mapping[str, Any],
+    recipe: str,
+    ds_json: Mapping[str, Any],
+    resolved: Mapping[str, Any],
 ) -> None:
     """Write what makes `output_dir` a recipe folder that reruns, and what `claim` compares.
 
-    recipe: YAML that names `ds_config.json`. ds_json: the JSON as it was given. resolved: what the engine got.
+    recipe: YAML that names `ds_config.json`. ds_json: the JSON as given. resolved: what the engine got.
     """
     (output_dir / "resolved").mkdir(parents=True, exist_ok=True)
     _write(output_dir / "recipe.yaml", recipe)
@@ -173,7 +186,9 @@ def _weights_only() -> Iterator[None]:
     name, before = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
     os.environ[name] = "1"
     try:
-        with torch.serialization.safe_globals([fragment_address, ZeroStageEnum, LossScaler, DynamicLossScaler]):
+        with torch.serialization.safe_globals(
+            [fragment_address, ZeroStageEnum, LossScaler, DynamicLossScaler]
+        ):
             yield
     finally:
         os.environ.pop(name) if before is None else os.environ.update({name: before})

@@ -22,15 +22,25 @@ class _Section(BaseModel):
 class Source(_Section):
     """One data source. A plain string in a recipe is short for `path: STRING`."""
 
-    path: str = Field(description="File, glob, folder (jsonl, json, parquet, csv, txt; .gz, .zst) or Hub dataset name")
+    path: str = Field(
+        description="File, glob, folder (jsonl, json, parquet, csv, txt; .gz, .zst) or Hub dataset name"
+    )
     subset: str | None = Field(None, description="Configuration of a Hub dataset, such as `wikitext-2-v1`")
     split: str = Field("train", description="Split of a Hub dataset; slices such as `train[:90%]` work")
     format: Literal["text", "messages", "prompt_completion"] = Field("text", description="How a row is read")
-    weight: float = Field(1.0, gt=0, description="Passes over this source per epoch: 2 repeats it, 0.5 takes half")
+    weight: float = Field(
+        1.0, gt=0, description="Passes over this source per epoch: 2 repeats it, 0.5 takes half"
+    )
     text_column: str = Field("text", description="Column of format `text`")
-    messages_column: str = Field("messages", description="Column of format `messages`: a list of role and content")
-    prompt_column: str = Field("prompt", description="Column of format `prompt_completion` that is not in the loss")
-    completion_column: str = Field("completion", description="Column of format `prompt_completion` in the loss")
+    messages_column: str = Field(
+        "messages", description="Column of format `messages`: a list of role and content"
+    )
+    prompt_column: str = Field(
+        "prompt", description="Column of format `prompt_completion` that is not in the loss"
+    )
+    completion_column: str = Field(
+        "completion", description="Column of format `prompt_completion` in the loss"
+    )
 
 
 def _as_sources(value: Any) -> Any:
@@ -42,18 +52,22 @@ Sources = Annotated[tuple[Source, ...], BeforeValidator(_as_sources), Field(min_
 
 
 class Model(_Section):
-    model_name_or_path: str | None = Field(None, description="Hub name or local folder with weights to start from")
+    model_name_or_path: str | None = Field(
+        None, description="Hub name or local folder with weights to start from"
+    )
     config: dict[str, Any] = Field(
         default_factory=dict,
-        description="Transformers config fields: overrides of the loaded ones, or with `model_type` a new model",
+        description="Transformers config fields: overrides, or with `model_type` those of a new model",
     )
     tokenizer_name_or_path: str | None = Field(None, description="Tokenizer, if it is not the model's own")
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
     trust_remote_code: bool = Field(False, description="Run Python code that the model's repository contains")
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
-        "sdpa", description="Attention kernel of Transformers"
+    attn_implementation: Literal[
+        "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"
+    ] = Field("sdpa", description="Attention kernel of Transformers")
+    chat_template: str | None = Field(
+        None, description="Jinja file that replaces the tokenizer's chat template"
     )
-    chat_template: str | None = Field(None, description="Jinja file that replaces the tokenizer's chat template")
     gradient_checkpointing: bool | None = Field(
         None, description="Recompute activations in the backward pass; unset, the JSON decides"
     )
@@ -68,7 +82,9 @@ class Data(_Section):
         "drop", description="What happens to a chat or prompt_completion example over max_seq_length"
     )
     empty_rows: Literal["skip", "error"] = Field("skip", description="What happens to a null or empty row")
-    preprocessing_num_workers: int | None = Field(None, ge=1, description="Tokenizing processes; unset, all cores")
+    preprocessing_num_workers: int | None = Field(
+        None, ge=1, description="Tokenizing processes; unset, all cores"
+    )
     cache_dir: str | None = Field(None, description="Token cache; unset, $DSTRAIN_CACHE or ~/.cache/dstrain")
 
 
@@ -76,40 +92,64 @@ class Train(_Section):
     max_steps: int | None = Field(None, ge=1, description="Optimizer steps; unset, num_train_epochs decides")
     num_train_epochs: float = Field(1.0, gt=0, description="Passes over the training data")
     train_micro_batch_size_per_gpu: int = Field(1, ge=1, description="Sequences per device and forward pass")
-    gradient_accumulation_steps: int | None = Field(None, ge=1, description="Micro batches per optimizer step")
-    global_batch_size: int | None = Field(None, ge=1, description="Sequences per optimizer step over all devices")
+    gradient_accumulation_steps: int | None = Field(
+        None, ge=1, description="Micro batches per optimizer step"
+    )
+    global_batch_size: int | None = Field(
+        None, ge=1, description="Sequences per optimizer step over all devices"
+    )
     global_batch_tokens: int | None = Field(None, ge=1, description="The same in tokens, padding counted")
     learning_rate: float = Field(2e-5, gt=0, description="Peak learning rate")
-    lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = Field("cosine", description="Schedule's shape")
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "cosine", description="Schedule's shape"
+    )
     warmup_ratio: float = Field(0.0, ge=0, le=1, description="Warm-up as a share of all steps")
     warmup_steps: int | None = Field(None, ge=0, description="Warm-up in steps; overrides warmup_ratio")
     decay_ratio: float = Field(0.2, gt=0, le=1, description="Share of all steps in which `wsd` decays")
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Learning rate of the last step over the peak")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's decay of matrices; norms and biases have none")
+    weight_decay: float = Field(
+        0.0, ge=0, description="AdamW's decay of matrices; norms and biases have none"
+    )
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first moment")
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's second moment")
     adam_epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon")
-    gradient_clipping: float | None = Field(1.0, gt=0, description="Largest norm of the whole gradient; null is off")
-    precision: Literal["bf16", "fp16", "fp32"] = Field("bf16", description='What "auto" in the JSON stands for')
+    gradient_clipping: float | None = Field(
+        1.0, gt=0, description="Largest norm of the whole gradient; null is off"
+    )
+    precision: Literal["bf16", "fp16", "fp32"] = Field(
+        "bf16", description='What "auto" in the JSON stands for'
+    )
 
 
 class Eval(_Section):
-    eval_steps: int | None = Field(None, ge=1, description="Steps between evaluations, beside the first and the last")
-    eval_micro_batch_size_per_gpu: int | None = Field(None, ge=1, description="Unset, the training micro batch")
+    eval_steps: int | None = Field(
+        None, ge=1, description="Steps between evaluations, beside the first and the last"
+    )
+    eval_micro_batch_size_per_gpu: int | None = Field(
+        None, ge=1, description="Unset, the training micro batch"
+    )
 
 
 class Checkpoint(_Section):
-    save_steps: int | None = Field(None, ge=1, description="Steps between checkpoints, beside the last step's")
+    save_steps: int | None = Field(
+        None, ge=1, description="Steps between checkpoints, beside the last step's"
+    )
     save_total_limit: int | None = Field(2, ge=1, description="Checkpoints that are kept; null keeps all")
-    resume_from_checkpoint: str = Field("auto", description="`auto`, `never`, or an output folder or its step folder")
+    resume_from_checkpoint: str = Field(
+        "auto", description="`auto`, `never`, or an output folder or its step folder"
+    )
     export: bool = Field(True, description="Write a Hugging Face folder after the last step")
 
 
 class Logging(_Section):
     logging_steps: int = Field(1, ge=1, description="Steps between lines in metrics.jsonl and on the console")
-    report_to: tuple[str, ...] = Field((), description="Trackers of Accelerate: wandb, tensorboard, mlflow, ...")
+    report_to: tuple[str, ...] = Field(
+        (), description="Trackers of Accelerate: wandb, tensorboard, mlflow, ..."
+    )
     project: str = Field("dstrain", description="Project name for the trackers")
-    run_name: str | None = Field(None, description="Run name for the trackers; unset, the output folder's name")
+    run_name: str | None = Field(
+        None, description="Run name for the trackers; unset, the output folder's name"
+    )
     sample_prompt: str | None = Field(None, description="Text that the trained model continues at the end")
     sample_tokens: int = Field(64, ge=1, description="Length of that continuation")
 
@@ -177,7 +217,9 @@ def _mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
 
 _StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 _StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
 )
 
 
@@ -261,7 +303,9 @@ def explicit_keys(section: BaseModel, prefix: str = "") -> set[str]:
     keys: set[str] = set()
     for name in section.model_fields_set:
         value = getattr(section, name)
-        keys |= explicit_keys(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else {f"{prefix}{name}"}
+        keys |= (
+            explicit_keys(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else {f"{prefix}{name}"}
+        )
     return keys
 
 
@@ -269,7 +313,11 @@ def flat(recipe: Recipe) -> dict[str, Any]:
     """Return every option by its dotted key, in JSON's types; the sources stay lists."""
     values: dict[str, Any] = {}
     for name, value in recipe.model_dump(mode="json").items():
-        values |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+        values |= (
+            {f"{name}.{key}": inner for key, inner in value.items()}
+            if isinstance(value, dict)
+            else {name: value}
+        )
     return values
 
 
@@ -292,7 +340,9 @@ def _merge(base: dict[str, Any], change: dict[str, Any], key: str) -> None:
             index, item = next(iter(value.items()))
             items = base[name]
             if not (index.isdigit() and int(index) < len(items)):
-                raise UserError(f"command line: {key}: {name!r} is a list of {len(items)}; number its items from 0")
+                raise UserError(
+                    f"command line: {key}: {name!r} is a list of {len(items)}; number its items from 0"
+                )
             if isinstance(item, dict) and isinstance(items[int(index)], dict):
                 _merge(items[int(index)], item, key)
             else:
@@ -316,7 +366,11 @@ def _absolute_paths(raw: dict[str, Any], folder: Path) -> None:
 
     model, data = raw.get("model"), raw.get("data")
     if isinstance(model, dict):
-        for key, must in (("model_name_or_path", False), ("tokenizer_name_or_path", False), ("chat_template", True)):
+        for key, must in (
+            ("model_name_or_path", False),
+            ("tokenizer_name_or_path", False),
+            ("chat_template", True),
+        ):
             if key in model:
                 model[key] = local(model[key], must)
     if isinstance(data, dict):

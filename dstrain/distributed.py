@@ -92,7 +92,9 @@ def start(place: World) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK="0", RANK="0", WORLD_SIZE="1")
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK="0", RANK="0", WORLD_SIZE="1"
+        )
     os.environ.setdefault("LOCAL_SIZE", str(place.local_size))
     with contextlib.redirect_stdout(io.StringIO()):  # it prints, on every rank, that it found its op
         # The environment says all, so there is no MPI to discover.

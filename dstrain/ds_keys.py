@@ -331,7 +331,7 @@ def _check_block(block: dict, prefix: str, file: str) -> None:
         path = f"{prefix}.{key}" if prefix else key
         if path not in ONLY and key not in known:
             raise UserError(f"{file}: unknown key {path!r}{_suggestion(path, key, known)}")
-        if value is None or value == "auto" or path not in KEYS and key not in known:
+        if value is None or value == "auto" or (path not in KEYS and key not in known):
             continue
         if path == "zero_optimization" and isinstance(
             value, bool

@@ -96,7 +96,7 @@ def resolve_optimizer(ds: dict, settings: Settings, *, offload: bool, on_cpu: bo
         )
     torch_fits = set(params) <= OPTIMIZER_PARAMS["adam"]["torch"] | {"adam_w_mode"}
     if (adam or kind == "muon") and "torch_adam" not in params and not offload:
-        if written == "auto" and torch_fits or kind == "muon" and on_cpu:
+        if (written == "auto" and torch_fits) or (kind == "muon" and on_cpu):
             params["torch_adam"] = True  # FusedAdam would be compiled first
         elif on_cpu and torch_fits:
             params["torch_adam"] = True

@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from dstrain.errors import UserError, nearest
 from dstrain.loss import token_loss
@@ -34,7 +41,7 @@ class Origin:
 
 
 def load_tokenizer(origin: Origin, name: str | None, chat_template: str | None) -> Any:
-    """Load the tokenizer `name`, by default the model's; `chat_template` is a Jinja file that replaces its own.
+    """Load the tokenizer `name`, by default the model's; `chat_template` is a Jinja file in place of its own.
 
     Raises UserError if there is none.
     """
@@ -51,7 +58,9 @@ def load_tokenizer(origin: Origin, name: str | None, chat_template: str | None) 
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
         except OSError as error:
-            raise UserError(f"{chat_template}: model.chat_template cannot be read: {error.strerror}") from None
+            raise UserError(
+                f"{chat_template}: model.chat_template cannot be read: {error.strerror}"
+            ) from None
     return tokenizer
 
 
@@ -60,7 +69,9 @@ def load_config(origin: Origin, overrides: dict[str, Any]) -> PreTrainedConfig:
     if origin.name is None:
         kind = overrides.get("model_type")
         if kind is None:
-            raise UserError("model: give model_name_or_path to start from weights, or config with a model_type")
+            raise UserError(
+                "model: give model_name_or_path to start from weights, or config with a model_type"
+            )
         if kind not in CONFIG_MAPPING:
             raise UserError(f"model.config.model_type={kind!r}: unknown{nearest(str(kind), CONFIG_MAPPING)}")
         config = AutoConfig.for_model(kind)
@@ -81,18 +92,18 @@ def load_config(origin: Origin, overrides: dict[str, Any]) -> PreTrainedConfig:
 
 
 def check_fit(config: PreTrainedConfig, tokenizer: Any, max_seq_length: int) -> None:
-    """Raise UserError if the tokenizer has ids beyond the embedding, or the sequence is beyond the positions."""
+    """Raise UserError if token ids are beyond the embedding, or the sequence beyond the positions."""
     text = config.get_text_config()
     if len(tokenizer) > text.vocab_size:
         raise UserError(
-            f"{tokenizer.name_or_path}: the tokenizer has {len(tokenizer)} tokens but the model's embedding only "
-            f"{text.vocab_size} (model.config.vocab_size)"
+            f"{tokenizer.name_or_path}: the tokenizer has {len(tokenizer)} tokens but the model's embedding "
+            f"only {text.vocab_size} (model.config.vocab_size)"
         )
     positions = getattr(text, "max_position_embeddings", None)
     if positions and max_seq_length > positions:
         raise UserError(
-            f"data.max_seq_length={max_seq_length} is beyond the model's {positions} positions; lower it, or raise "
-            "model.config.max_position_embeddings (rotary models: with rope_parameters to match)"
+            f"data.max_seq_length={max_seq_length} is beyond the model's {positions} positions; lower it, "
+            "or raise model.config.max_position_embeddings (rotary models: with rope_parameters to match)"
         )
 
 
@@ -142,7 +153,9 @@ def build(
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"model {origin.name or config.model_type}: {_reason(error)}") from None
     if missing := sorted(report["missing_keys"]):
-        raise UserError(f"{origin.name}: {len(missing)} weights are not in the checkpoint, first {missing[0]!r}")
+        raise UserError(
+            f"{origin.name}: {len(missing)} weights are not in the checkpoint, first {missing[0]!r}"
+        )
     return model
 
 
@@ -191,9 +204,13 @@ class CausalLMLoss(nn.Module):
         return output
 
     def forward(
-        self, input_ids: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor, document_ids: torch.Tensor
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        position_ids: torch.Tensor,
+        document_ids: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (summed cross-entropy in nats, number of tokens in it). All arguments (batch, seq), see data.loader.
+        """Return (summed cross-entropy in nats, number of tokens in it). All arguments (batch, seq).
 
         Documents are isolated by `position_ids` that restart, which Transformers heeds only without a cache
         and without an attention mask.
@@ -223,7 +240,7 @@ def flops_per_token(config: PreTrainedConfig, parameters: int, seq_length: int) 
 def export(model: PreTrainedModel, tokenizer: Any, folder: Path, writer: bool) -> None:
     """Write a Hugging Face folder (safetensors, config, tokenizer, chat template) from every ZeRO stage.
 
-    All ranks call it; the one with `writer` writes. Partitioned weights are gathered one at a time to the host.
+    All ranks call it; the one with `writer` writes. Partitioned weights are gathered one at a time.
     """
     import deepspeed
 

@@ -99,7 +99,9 @@ def _build(name: str, folder: Path) -> None:
     try:
         builder().load(verbose=False)
     except Exception as error:  # ninja's output is long; its last lines name the fault
-        lines = [line for line in str(error).splitlines() if "error" in line.lower()] or str(error).splitlines()
+        lines = [line for line in str(error).splitlines() if "error" in line.lower()] or str(
+            error
+        ).splitlines()
         raise UserError(f"op {name}: the build failed: {lines[-1].strip()}") from None
     (folder / "dstrain.json").write_text(json.dumps(_stamp(), indent=2), encoding="utf-8")
 
@@ -118,7 +120,8 @@ def _load(name: str, folder: Path) -> None:
     if name in loaded:
         return
     spec = importlib.util.spec_from_file_location(name, next(folder.glob("*.so")))
-    assert spec and spec.loader
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     loaded[name] = module

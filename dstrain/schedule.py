@@ -24,7 +24,7 @@ def multiplier(
     def at(done: int) -> float:
         if done < warmup:
             return (done + 1) / warmup
-        if kind == "constant" or done <= peak:
+        if kind == "constant" or done <= peak or last <= peak:
             return 1.0
         progress = min((done - peak) / (last - peak), 1.0)
         shape = 0.5 * (1 + math.cos(math.pi * progress)) if kind == "cosine" else 1 - progress
@@ -33,6 +33,8 @@ def multiplier(
     return at
 
 
-def lambda_lr(optimizer: torch.optim.Optimizer, at: Callable[[int], float]) -> torch.optim.lr_scheduler.LambdaLR:
+def lambda_lr(
+    optimizer: torch.optim.Optimizer, at: Callable[[int], float]
+) -> torch.optim.lr_scheduler.LambdaLR:
     """Return a scheduler that DeepSpeed can step: every group's peak rate times `at(finished steps)`."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, at)

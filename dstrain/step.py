@@ -26,7 +26,11 @@ class NonFinite(Exception):
         """Say where it happened. places: of every rank, `file:line` of each document in the step."""
         shown = [place for rank in self.ranks for place in places[rank]]
         more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
-        kept = "the last checkpoint is from before it" if self.applied else f"step {step - 1} is saved as a checkpoint"
+        kept = (
+            "the last checkpoint is from before it"
+            if self.applied
+            else f"step {step - 1} is saved as a checkpoint"
+        )
         self.args = (
             f"non-finite {self.what} at step {step} on rank {', '.join(map(str, self.ranks))}; {kept}. "
             f"Documents in the batch: {', '.join(shown[:8])}{more}. "

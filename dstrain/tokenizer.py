@@ -29,6 +29,8 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, output: Path) -> int:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, clean_up_tokenization_spaces=False)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, clean_up_tokenization_spaces=False
+    )
     wrapped.save_pretrained(output)
     return len(wrapped)

@@ -45,7 +45,9 @@ def _rendered(
             [list(messages)], chat_template=template, return_assistant_tokens_mask=spans, **specials
         )
     except Exception as error:  # a template raises what it likes: TemplateError, TypeError, KeyError
-        raise UserError(f"the chat template refuses the messages: {str(error).strip().splitlines()[0]}") from None
+        raise UserError(
+            f"the chat template refuses the messages: {str(error).strip().splitlines()[0]}"
+        ) from None
     return texts[0], indices[0] if spans else None
 
 

@@ -63,7 +63,9 @@ class Encoder:
             self._check_columns(file, number, row)
             if self._is_empty(file, number, row):
                 if self.encoding.empty_rows == "error":
-                    raise UserError(f"{file}:{number}: empty row (data.empty_rows: skip counts and skips them)")
+                    raise UserError(
+                        f"{file}:{number}: empty row (data.empty_rows: skip counts and skips them)"
+                    )
                 empty += 1
             else:
                 rows.append((number, row))
@@ -92,7 +94,9 @@ class Encoder:
     def _texts(self, file: str, rows: Sequence[tuple[int, Row]]) -> list[tuple[np.ndarray, None]]:
         column = self.encoding.columns[0]
         pieces = [pieces_of(row[column]) for _, row in rows]
-        flat = iter(self.backend.encode_batch_fast([p for group in pieces for p in group], add_special_tokens=False))
+        flat = iter(
+            self.backend.encode_batch_fast([p for group in pieces for p in group], add_special_tokens=False)
+        )
         documents = []
         for group in pieces:
             ids = np.concatenate([np.array(next(flat).ids, dtype=self.dtype) for _ in group])
@@ -112,7 +116,9 @@ class Encoder:
         prompt, completion = self.encoding.columns
         texts = [row[prompt] + row[completion] for _, row in rows]
         documents = []
-        for (_, row), encoded in zip(rows, self.backend.encode_batch(texts, add_special_tokens=False), strict=True):
+        for (_, row), encoded in zip(
+            rows, self.backend.encode_batch(texts, add_special_tokens=False), strict=True
+        ):
             ids, before = self._framed(np.array(encoded.ids, dtype=self.dtype))
             in_loss = np.ones(len(ids), dtype=bool)  # the end token among them
             in_loss[:before] = False
@@ -138,7 +144,7 @@ class Encoder:
         return [self._chat(*one) for one in zip(texts, encodings, spans, strict=True)]
 
     def _chat(self, text: str, encoded: Any, spans: Sequence[chat.Span]) -> tuple[np.ndarray, np.ndarray]:
-        """Mask the assistant's tokens and the token that ends each of its turns; cut off what follows the last."""
+        """Mask the assistant's tokens and the end of each of its turns; cut off what follows the last."""
         ids = np.array(encoded.ids, dtype=self.dtype)
         starts, ends = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2).T
         special = np.isin(ids, self.turn_ends)
@@ -164,7 +170,9 @@ class Encoder:
             ids, in_loss = np.append(ids, self.dtype(self.eos)), np.append(in_loss, True)
         return ids, in_loss
 
-    def _flat(self, documents: Sequence[tuple[np.ndarray, Any]], places: Sequence[int], empty: int) -> Encoded:
+    def _flat(
+        self, documents: Sequence[tuple[np.ndarray, Any]], places: Sequence[int], empty: int
+    ) -> Encoded:
         ids = [ids for ids, _ in documents]
         masks = [mask for _, mask in documents if mask is not None]
         return Encoded(

@@ -48,7 +48,7 @@ class Loader:
         return sum(epoch_shares(self._sizes, self._weights))
 
     def next_step(self) -> list[Batch]:
-        """Return this rank's micro batches of the next optimizer step, gradient accumulation steps of them."""
+        """Return this rank's micro batches of the next optimizer step."""
         step = np.arange(self.gas * self.dp_size * self.micro) + self.position
         mine = step.reshape(self.gas, self.dp_size, self.micro)[:, self.dp_rank]  # (gas, micro)
         source, item = draw(mine.reshape(-1), self._sizes, self._weights, self.seed)
@@ -61,7 +61,9 @@ class Loader:
 
     def places(self) -> list[str]:
         """Return `file:line` of every document in this rank's last step, each once."""
-        found = [sequences.tokens.place(s.document) for rows in self._rows for sequences, row in rows for s in row]
+        found = [
+            sequences.tokens.place(s.document) for rows in self._rows for sequences, row in rows for s in row
+        ]
         return list(dict.fromkeys(found))
 
     def state(self) -> dict[str, int]:

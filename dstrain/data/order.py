@@ -38,7 +38,9 @@ def permute(positions: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarra
     return values.astype(np.int64)
 
 
-def draw(positions: np.ndarray, sizes: list[int], weights: list[float], seed: int) -> tuple[np.ndarray, np.ndarray]:
+def draw(
+    positions: np.ndarray, sizes: list[int], weights: list[float], seed: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Return (source, item) for positions in the endless shuffled mixture of several sources.
 
     positions: (n,) >= 0. An epoch holds round(weight * size) items of each source, shuffled together; within

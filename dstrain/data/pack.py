@@ -120,7 +120,9 @@ def _text(tokens: Tokens, max_seq_length: int, packing: bool) -> Sequences:
     return Sequences(tokens, max_seq_length, offsets, None, int(offsets[-1]))
 
 
-def _cached_packs(file: Path, documents: np.ndarray, lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, ...]:
+def _cached_packs(
+    file: Path, documents: np.ndarray, lengths: np.ndarray, capacity: int
+) -> tuple[np.ndarray, ...]:
     with FileLock(f"{file}.lock"):
         if not file.exists():
             offsets, order = best_fit_decreasing(lengths, capacity)

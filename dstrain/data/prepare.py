@@ -227,7 +227,14 @@ def _write(
         bits = _BitWriter(stack.enter_context((temporary / "in_loss.bin").open("wb")))
         label = f"tokenizing {Path(spec.path).name}"
         bar = stack.enter_context(
-            tqdm(desc=label, unit=" tokens", unit_scale=True, disable=None if progress else True, leave=False, mininterval=1)
+            tqdm(
+                desc=label,
+                unit=" tokens",
+                unit_scale=True,
+                disable=None if progress else True,
+                leave=False,
+                mininterval=1,
+            )
         )
         for number, encoded in _encoded(rows, spec, tokenizer, workers):
             stream.write(encoded.ids.tobytes())

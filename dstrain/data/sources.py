@@ -44,7 +44,9 @@ def find_files(path: str) -> list[Path] | None:
         return files
     if local.is_file():
         if not kind(local):
-            raise UserError(f"{path}: unknown file format; known are {', '.join(FORMATS)}, also as .gz or .zst")
+            raise UserError(
+                f"{path}: unknown file format; known are {', '.join(FORMATS)}, also as .gz or .zst"
+            )
         return [local]
     if glob.has_magic(path):
         files = sorted(Path(name) for name in glob.glob(path, recursive=True) if kind(Path(name)))
@@ -109,7 +111,9 @@ def _open(file: Path) -> io.BufferedIOBase:
     if ending == ".zst":
         import zstandard
 
-        return _Zstd(zstandard.ZstdDecompressor().stream_reader(file.open("rb"), read_across_frames=True), file)
+        return _Zstd(
+            zstandard.ZstdDecompressor().stream_reader(file.open("rb"), read_across_frames=True), file
+        )
     return file.open("rb")
 
 
@@ -141,7 +145,9 @@ def _decode(data: bytes, file: Path, line: int) -> str:
         return data.decode("utf-8-sig" if line == 1 else "utf-8")
     except UnicodeDecodeError as error:
         where = line + data[: error.start].count(b"\n")
-        raise UserError(f"{file}:{where}: not UTF-8 (byte {data[error.start] :#04x} at offset {error.start})") from None
+        raise UserError(
+            f"{file}:{where}: not UTF-8 (byte {data[error.start]:#04x} at offset {error.start})"
+        ) from None
 
 
 def _json_lines(file: Path) -> Iterator[tuple[int, Row]]:
@@ -153,7 +159,9 @@ def _json_lines(file: Path) -> Iterator[tuple[int, Row]]:
             try:
                 row = json.loads(text)
             except json.JSONDecodeError as error:
-                raise UserError(f"{file}:{number}: not valid JSON: {error.msg} (column {error.colno})") from None
+                raise UserError(
+                    f"{file}:{number}: not valid JSON: {error.msg} (column {error.colno})"
+                ) from None
             yield number, _object(row, f"{file}:{number}")
 
 
@@ -165,7 +173,9 @@ def _json(file: Path) -> Iterator[tuple[int, Row]]:
         if error.msg == "Extra data":  # one object a line, under the name .json
             yield from _json_lines(file)
             return
-        raise UserError(f"{file}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from None
+        raise UserError(
+            f"{file}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})"
+        ) from None
     if isinstance(body, dict):
         lists = [value for value in body.values() if isinstance(value, list)]
         body = lists[0] if len(lists) == 1 else [body]  # {"data": [...]}, as SQuAD and others have it
@@ -187,7 +197,9 @@ def _csv(file: Path) -> Iterator[tuple[int, Row]]:
         try:
             for row in reader:
                 if row.pop("", None) is not None or None in row.values():
-                    raise UserError(f"{file}:{reader.line_num}: {len(reader.fieldnames or ())} columns expected")
+                    raise UserError(
+                        f"{file}:{reader.line_num}: {len(reader.fieldnames or ())} columns expected"
+                    )
                 yield reader.line_num, row
         except csv.Error as error:
             raise UserError(f"{file}:{reader.line_num}: not valid CSV: {error}") from None

@@ -54,10 +54,12 @@ class Observer:
         options: Mapping[str, Any],
         wandb_id: str | None,
     ) -> None:
-        """Open metrics.jsonl and the trackers. options: the recipe, flat. wandb_id: the W&B run to continue."""
+        """Open metrics.jsonl and the trackers. options: the recipe, flat. wandb_id: a W&B run to continue."""
         self.metrics = MetricsFile(self.output_dir if self.is_main else None, self.first_step or None)
         names = report_to if self.is_main else ()
-        self.trackers = Trackers(names, project, run_name or self.output_dir.name, self.output_dir, options, wandb_id)
+        self.trackers = Trackers(
+            names, project, run_name or self.output_dir.name, self.output_dir, options, wandb_id
+        )
         self.console.start()
 
     @property

@@ -25,7 +25,9 @@ class Console:
         """Begin the bar or the clock of the time left."""
         self.started = time.perf_counter()
         if self.speaks and sys.stdout.isatty():
-            self.bar = tqdm(total=self.max_steps, initial=self.first_step, unit="step", file=sys.stdout, smoothing=0.1)
+            self.bar = tqdm(
+                total=self.max_steps, initial=self.first_step, unit="step", file=sys.stdout, smoothing=0.1
+            )
 
     def step(self, row: Mapping[str, float]) -> None:
         """Show one logged step."""

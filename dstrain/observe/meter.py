@@ -43,7 +43,7 @@ class Meter:
     wait_s: float = 0.0
 
     def add(self, loss: float, valid_tokens: int, tokens: int, step_s: float, wait_s: float) -> None:
-        """Count one optimizer step. loss: mean over its `valid_tokens`. step_s: all of it, `wait_s` for data."""
+        """Count one optimizer step. loss: mean over `valid_tokens`. step_s: all of it, `wait_s` for data."""
         self.steps += 1
         self.loss_sum += loss * valid_tokens
         self.valid_tokens += valid_tokens

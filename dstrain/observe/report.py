@@ -11,7 +11,9 @@ def plot_loss(output_dir: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line) for line in (output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for key, style, label in (("loss", "-", "training"), ("eval_loss", "o-", "held-out")):
         points = [(row["step"], row[key]) for row in rows if key in row]

@@ -18,7 +18,9 @@ def check(names: Sequence[str]) -> None:
     installed = {str(getattr(name, "value", name)) for name in get_available_trackers()}
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
-            raise UserError(f"logging.report_to={name!r}: unknown tracker{nearest(name, LOGGER_TYPE_TO_CLASS)}")
+            raise UserError(
+                f"logging.report_to={name!r}: unknown tracker{nearest(name, LOGGER_TYPE_TO_CLASS)}"
+            )
         if name not in installed:
             raise UserError(f"logging.report_to={name!r}: its package is not installed (pip install {name})")
 
@@ -45,7 +47,9 @@ class Trackers:
         PartialState()  # the trackers' logger asks for it
         for name in names:
             kind = LOGGER_TYPE_TO_CLASS[name]
-            options: dict[str, Any] = {"logging_dir": str(output_dir / name)} if kind.requires_logging_directory else {}
+            options: dict[str, Any] = (
+                {"logging_dir": str(output_dir / name)} if kind.requires_logging_directory else {}
+            )
             if name == "wandb":
                 options = _wandb_options(run_name, output_dir, wandb_id)
             self._try(name, lambda: self._start(name, kind, project, options, config))  # noqa: B023
@@ -55,9 +59,14 @@ class Trackers:
     ) -> None:
         tracker = kind(project, **options)
         tracker.start()
-        simple = {key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in config.items()}
+        simple = {
+            key: value if isinstance(value, bool | int | float | str) else str(value)
+            for key, value in config.items()
+        }
         tracker.store_init_configuration(simple)
-        if name == "wandb":  # points whose step goes back, after a resume, are dropped unless the axis is ours
+        if (
+            name == "wandb"
+        ):  # points whose step goes back, after a resume, are dropped unless the axis is ours
             tracker.tracker.define_metric("train/step")
             tracker.tracker.define_metric("*", step_metric="train/step")
         self._started[name] = tracker
@@ -69,7 +78,9 @@ class Trackers:
 
     def log(self, values: Mapping[str, float]) -> None:
         """Send one logged step. Evaluation goes under `eval/`, all else under `train/`."""
-        named = {f"eval/{key[5:]}" if key.startswith("eval_") else f"train/{key}": v for key, v in values.items()}
+        named = {
+            f"eval/{key[5:]}" if key.startswith("eval_") else f"train/{key}": v for key, v in values.items()
+        }
         for name, tracker in list(self._started.items()):
             step = {} if name == "wandb" else {"step": int(values["step"])}
             self._try(name, lambda: tracker.log(named, **step))  # noqa: B023

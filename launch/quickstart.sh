@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Set up, then pretrain a small model on shipped text: three minutes on two cores.
+# More arguments go to train.py, such as train.max_steps=20.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+./launch/setup.sh
+source .venv/bin/activate
+exec deepspeed --log_level error train.py --config recipes/quickstart/recipe.yaml "$@"
