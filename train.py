@@ -9,13 +9,15 @@ Four parts: what to run; data, before any process group; model and engine; the l
 """
 
 import argparse
-import dataclasses
 import math
 import time
 from pathlib import Path
 
+from torch.optim.lr_scheduler import LambdaLR
+
 from dstrain import checkpoint, config, data, distributed, ds_config, model, ops, schedule
-from dstrain.errors import EXIT_NON_FINITE, EXIT_USER_ERROR, UserError
+from dstrain.distributed import deepspeed
+from dstrain.errors import UserError
 from dstrain.observe import Observer, check_trackers, preview
 from dstrain.step import NonFinite, eval_step, train_step, undo_first_update
 
@@ -33,11 +35,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--zero_stage", type=int, choices=[0, 1, 2, 3], help="pick a file of ds_configs/")
     parser.add_argument("--precision", choices=["bf16", "fp16", "fp32"], help="pick a file of ds_configs/")
     parser.add_argument(
-        "--dry-run", action="store_true", help="build everything, show the first batch, write nothing"
+        "--dry-run", action="store_true", help="build all, show the first batch, write nothing"
     )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher puts it in
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="recipe keys; deepspeed.KEY=value"
+        "overrides", nargs="*", metavar="section.key=value", help="recipe or deepspeed.KEY=value"
     )
     return parser.parse_args()
 
@@ -46,14 +48,9 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     # ---- 1. What to run. The recipe says what is trained, the DeepSpeed JSON how; its "auto" is filled here.
     recipe, ds_overrides = config.load_recipe(args.config, args.overrides)
     options = config.flat(recipe)
-    ds_file, ds_json = ds_config.choose(
-        args.deepspeed_config or recipe.deepspeed,
-        args.zero_stage,
-        args.precision,
-        ds_overrides,
-        recipe_dir=config.recipe_file(args.config).resolve().parent,
-        library_dir=LIBRARY,
-    )
+    named = args.deepspeed_config or recipe.deepspeed
+    folders = {"recipe_dir": config.recipe_file(args.config).resolve().parent, "library_dir": LIBRARY}
+    ds_file, ds_json = ds_config.choose(named, args.zero_stage, args.precision, ds_overrides, **folders)
     origin = model.Origin(
         recipe.model.model_name_or_path, recipe.model.revision, recipe.model.trust_remote_code
     )
@@ -75,23 +72,12 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
 
     # ---- 2. Data, before the process group: tokenizing may take longer than ranks wait for one another.
     tokenizer = model.load_tokenizer(origin, recipe.model.tokenizer_name_or_path, recipe.model.chat_template)
-    model.check_fit(model_config, tokenizer, recipe.data.max_seq_length)
-    train_data, eval_data = (
-        data.build(
-            [source.model_dump() for source in sources or ()],
-            tokenizer,
-            max_seq_length=recipe.data.max_seq_length,
-            packing=recipe.data.packing,
-            long_examples=recipe.data.long_examples,
-            empty_rows=recipe.data.empty_rows,
-            cache_dir=recipe.data.cache_dir,
-            workers=recipe.data.preprocessing_num_workers,
-            progress=world.is_main,
-        )
-        for sources in (recipe.data.train, recipe.data.eval)
-    )
-    width = recipe.data.max_seq_length if recipe.data.packing else None
-    pad_id = tokenizer.eos_token_id
+    seq_length, pad_id = recipe.data.max_seq_length, tokenizer.eos_token_id
+    model.check_fit(model_config, tokenizer, seq_length)
+    how = recipe.data.model_dump(exclude={"train", "eval"}) | {"progress": world.is_main}
+    train_data = data.build([source.model_dump() for source in recipe.data.train], tokenizer, **how)
+    eval_data = data.build([source.model_dump() for source in recipe.data.eval or ()], tokenizer, **how)
+    width = seq_length if recipe.data.packing else None
     loader = data.Loader(train_data, recipe.seed, ds.micro, ds.gas, world.rank, world.size, width, pad_id)
     epoch_steps = loader.epoch_sequences / ds.global_batch
     max_steps = recipe.train.max_steps or math.ceil(recipe.train.num_train_epochs * epoch_steps)
@@ -102,30 +88,20 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         return
 
     # ---- 3. Ranks, model and engine.
-    import deepspeed  # takes seconds, and speaks before distributed.prepare has quieted it
-
     ops.ready((*ops.COLLECTIVES, *ds.ops) if distributed.on_cpu() else ds.ops)
     distributed.start(world)
-    lm = model.build(
-        origin,
-        model_config,
-        recipe.model.attn_implementation,
-        ds.precision,
-        recipe.seed,
-        zero3_config=ds.config if ds.zero_stage == 3 else None,
-    )
+    zero3_config = ds.config if ds.zero_stage == 3 else None
+    attention = recipe.model.attn_implementation
+    lm = model.build(origin, model_config, attention, ds.precision, recipe.seed, zero3_config)
     if ds.gradient_checkpointing:
-        lm.gradient_checkpointing_enable(offload=ds.offload_activations)
-    parameters = model.count_parameters(lm)
+        model.checkpoint_activations(lm, offload=ds.offload_activations)
     warmup_steps = ds.warmup_steps or round(ds.warmup_ratio * max_steps)
-    lr_at = schedule.multiplier(
-        ds.lr_scheduler_type, max_steps, warmup_steps, ds.min_lr_ratio, recipe.train.decay_ratio
-    )
+    shape = (ds.lr_scheduler_type, max_steps, warmup_steps, ds.min_lr_ratio, recipe.train.decay_ratio)
     distributed.seed_all(recipe.seed, world.rank)
     engine, *_ = deepspeed.initialize(
         model=model.CausalLMLoss(lm),
         model_parameters=model.parameter_groups(lm, ds.weight_decay),
-        lr_scheduler=lambda optimizer: schedule.lambda_lr(optimizer, lr_at),
+        lr_scheduler=lambda optimizer: LambdaLR(optimizer, schedule.multiplier(*shape)),
         config=ds.config,
     )
     undo_first_update(engine)
@@ -136,6 +112,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         loader.load(state["loader"])
 
     # ---- 4. The loop.
+    parameters, step_tokens = model.count_parameters(lm), ds.global_batch * seq_length
     observer = Observer(
         output_dir,
         is_main=world.is_main,
@@ -143,19 +120,19 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         first_step=first,
         logging_steps=recipe.logging.logging_steps,
         world_size=world.size,
-        flops_per_token=model.flops_per_token(model_config, parameters, recipe.data.max_seq_length),
+        flops_per_token=model.flops_per_token(model_config, parameters, seq_length),
         device=distributed.device_name(),
     )
     observer.header(
         notes=ds.notes,
         model=f"{origin.name or 'new'} ({model_config.model_type}), {parameters:,} parameters",
-        data=data.describe(train_data) + (f"; held out: {data.describe(eval_data)}" if eval_data else ""),
+        data=data.describe(train_data),
+        eval=data.describe(eval_data) if eval_data else "none",
         batch=f"{ds.micro} micro x {ds.gas} gas x {world.size} dp = {ds.global_batch} sequences"
-        f" = {ds.global_batch * recipe.data.max_seq_length:,} tokens a step",
-        steps=f"{max_steps:,} = {max_steps / epoch_steps:.2f} epochs"
-        f" = {max_steps * ds.global_batch * recipe.data.max_seq_length:,} tokens",
+        f" = {step_tokens:,} tokens",
+        steps=f"{max_steps:,} = {max_steps / epoch_steps:.2f} epochs = {max_steps * step_tokens:,} tokens",
         schedule=f"{ds.lr_scheduler_type}, peak lr {ds.learning_rate:g}, {warmup_steps} warm-up steps",
-        deepspeed=f"ZeRO {ds.zero_stage}, {ds.precision}, {Path(ds_file).name}"
+        deepspeed=f"ZeRO {ds.zero_stage}, {ds.precision}, {ds_file.name}"
         + (", gradient checkpointing" if ds.gradient_checkpointing else ""),
         device=distributed.describe(world),
         output=f"{output_dir}" + (f", resumed from step {first:,}" if first else ""),
@@ -179,31 +156,23 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         checkpoint.save(engine, output_dir, step, state, recipe.checkpoint.save_total_limit, world)
 
     if eval_data and first == 0:
-        observer.evaluated(0, 0, evaluate())
+        observer.evaluated(evaluate())
     for step in range(first + 1, max_steps + 1):
         started, position = time.perf_counter(), loader.state()
         batches = loader.next_step()
         waited_s = time.perf_counter() - started
         try:
-            result = train_step(engine, batches)  # forward, backward, clip, AdamW, schedule
+            result = train_step(engine, batches)  # forward, backward, clip, optimizer, schedule
         except NonFinite as fault:
             if not fault.applied:
                 save(step - 1, position)  # the weights are still those of the step before
             fault.tell(step, distributed.gather(loader.places()))
             raise
         tokens_seen += result.tokens
-        observer.step(
-            step,
-            dataclasses.asdict(result),
-            epoch=step / epoch_steps,
-            tokens_seen=tokens_seen,
-            step_s=time.perf_counter() - started,
-            wait_s=waited_s,
-        )
-        last = step == max_steps
-        due = bool(eval_data) and (last or (recipe.eval.eval_steps and step % recipe.eval.eval_steps == 0))
-        observer.report(evaluate() if due else None)
-        if last or (recipe.checkpoint.save_steps and step % recipe.checkpoint.save_steps == 0):
+        observer.step(step, result, step / epoch_steps, tokens_seen, time.perf_counter() - started, waited_s)
+        eval_due = eval_data and is_due(step, recipe.eval.eval_steps, max_steps)
+        observer.report(evaluate() if eval_due else None)
+        if is_due(step, recipe.checkpoint.save_steps, max_steps):
             save(step, loader.state())
     observer.finish()
 
@@ -217,14 +186,15 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
             )
 
 
+def is_due(step: int, every: int | None, last: int) -> bool:
+    return step == last or (every is not None and step % every == 0)
+
+
 if __name__ == "__main__":
-    arguments, place = parse_args(), distributed.world()
-    distributed.prepare(place)
+    arguments = parse_args()
     try:
-        main(arguments, place)
-    except UserError as error:
-        distributed.fail(place, str(error), EXIT_USER_ERROR)
-    except NonFinite as fault:
-        distributed.fail(place, str(fault), EXIT_NON_FINITE)
+        main(arguments, distributed.prepare())
+    except (UserError, NonFinite) as error:
+        distributed.fail(str(error), error.status)
     finally:
         distributed.stop()

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dstrain.errors import EXIT_USER_ERROR, UserError
+from dstrain.errors import UserError
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -17,10 +17,19 @@ def schema(
     output: Annotated[Path | None, typer.Option(help="File to write instead of the screen")] = None,
 ) -> None:
     """Write the JSON Schema of a recipe, which lets editors complete and check it."""
-    from dstrain.config import schema as recipe_schema
+    from dstrain.recipe import schema as recipe_schema
 
     text = json.dumps(recipe_schema(), indent=2) + "\n"
     output.write_text(text, encoding="utf-8") if output else typer.echo(text, nl=False)
+
+
+@app.command()
+def options() -> None:
+    """Print every option of a recipe as a Markdown table, and then those of a source."""
+    from dstrain.recipe import Recipe, Source, options_table
+
+    for model in (Recipe, Source):
+        typer.echo("\n".join(["| key | default | meaning |", "|---|---|---|", *options_table(model)]) + "\n")
 
 
 @app.command()
@@ -96,7 +105,7 @@ def unigram(
             long_examples="truncate",
             empty_rows=recipe.data.empty_rows,
             cache_dir=recipe.data.cache_dir,
-            workers=recipe.data.preprocessing_num_workers,
+            preprocessing_num_workers=recipe.data.preprocessing_num_workers,
             progress=True,
         )
         counts.append(sum(np.bincount(one.tokens.stream, minlength=len(tokenizer)) for one in arranged))
@@ -111,7 +120,7 @@ def main() -> None:
         app()
     except UserError as error:
         typer.echo(f"error: {error}", err=True)
-        raise SystemExit(EXIT_USER_ERROR) from None
+        raise SystemExit(error.status) from None
 
 
 if __name__ == "__main__":

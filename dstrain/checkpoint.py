@@ -122,13 +122,22 @@ def claim(output_dir: Path, recipe: Mapping[str, Any]) -> None:
                 f"output_dir={str(output_dir)!r}: holds a run without its recipe; choose another folder"
             )
         return
-    saved = json.loads(file.read_text(encoding="utf-8"))
-    for key in sorted(saved.keys() | recipe.keys()):
-        if saved.get(key) != recipe.get(key) and not key.startswith(_MAY_CHANGE):
+    saved, now = _by_leaf(json.loads(file.read_text(encoding="utf-8"))), _by_leaf(recipe)
+    for key in sorted(saved.keys() | now.keys()):
+        if saved.get(key) != now.get(key) and not key.startswith(_MAY_CHANGE):
             raise UserError(
                 f"output_dir={str(output_dir)!r}: holds a different run: "
-                f"{key} is {saved.get(key)!r} there and {recipe.get(key)!r} here; choose another output_dir"
+                f"{key} is {saved.get(key)!r} there and {now.get(key)!r} here; choose another output_dir"
             )
+
+
+def _by_leaf(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return every value inside nested mappings and lists by its dotted place."""
+    if isinstance(value, Mapping | list) and value:
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        leaves = [_by_leaf(inner, f"{prefix}{key}.") for key, inner in items]
+        return {key: inner for leaf in leaves for key, inner in leaf.items()}
+    return {prefix.removesuffix("."): value}
 
 
 def describe(

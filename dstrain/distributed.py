@@ -18,6 +18,14 @@ import transformers
 
 from dstrain.errors import UserError
 
+os.environ.setdefault(
+    "TOKENIZERS_PARALLELISM", "false"
+)  # the processes of data preparation are the parallelism
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else the import warns that it found nothing else
+
+import deepspeed
+
 
 @dataclass(frozen=True)
 class World:
@@ -56,18 +64,22 @@ def world() -> World:
     return World(**values)
 
 
-def prepare(place: World) -> None:
-    """Quiet the libraries and take this rank's share of the cores, before either matters."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found nothing else
-    # Their own chatter is kept to warnings, and only the first rank speaks.
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING if place.is_main else logging.ERROR)
-    transformers.utils.logging.set_verbosity(logging.WARNING if place.is_main else logging.ERROR)
+def prepare() -> World:
+    """Quiet the libraries, take this rank's share of the cores, and return its place.
+
+    Their own chatter is kept to warnings, and only the first rank speaks. Raises UserError as `world` does.
+    """
+    place = world()
+    level = logging.WARNING if place.is_main else logging.ERROR
+    logging.getLogger("DeepSpeed").setLevel(level)
+    transformers.utils.logging.set_verbosity(level)
     transformers.utils.logging.disable_progress_bar()
+    # DeepSpeed's calls of torch.distributed functions that got new names: nothing that a user can mend.
+    warnings.filterwarnings("ignore", "`torch.distributed.", FutureWarning)
     if not place.is_main:
         warnings.simplefilter("ignore")
     use_cores(place)
+    return place
 
 
 def use_cores(place: World) -> int:
@@ -86,8 +98,6 @@ def use_cores(place: World) -> int:
 
 def start(place: World) -> None:
     """Start the process group of all ranks. A process without a launcher becomes a group of one."""
-    import deepspeed
-
     if "RANK" not in os.environ:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -174,8 +184,8 @@ def say(place: World, line: str) -> None:
         print(line, flush=True)
 
 
-def fail(place: World, line: str, status: int) -> None:
+def fail(line: str, status: int) -> None:
     """End the process with one line, said by the first rank of each node."""
-    if place.local_rank == 0:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {line}", file=sys.stderr, flush=True)
     raise SystemExit(status)

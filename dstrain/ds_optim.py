@@ -67,6 +67,8 @@ def _number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Optimizer:
+    """The optimizer block, and the values in force."""
+
     block: dict
     learning_rate: float
     betas: tuple[float, float] | None  # None: this optimizer has none, or keeps its own default
@@ -223,6 +225,8 @@ def _pretty(kind: str) -> str:
 
 @dataclass(frozen=True)
 class Schedule:
+    """The schedule that the scheduler block or the recipe asks for."""
+
     lr_scheduler_type: str
     warmup_steps: int  # these first, then warmup_ratio of all steps: one of the two is 0
     warmup_ratio: float

@@ -3,15 +3,14 @@
 import difflib
 from collections.abc import Iterable
 
-EXIT_USER_ERROR = 2
-EXIT_NON_FINITE = 3
-
 
 class UserError(Exception):
     """A mistake in a recipe, a DeepSpeed JSON, the data or the command line.
 
     The message is a single line that names the file, the key, the value and the nearest valid one.
     """
+
+    status = 2  # of the process
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:

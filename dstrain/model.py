@@ -164,6 +164,12 @@ def count_parameters(model: nn.Module) -> int:
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
 
 
+def checkpoint_activations(model: PreTrainedModel, offload: bool) -> None:
+    """Recompute each layer in the backward pass. offload: hold the layers' inputs in host memory."""
+    # On a CPU they are there already, and there is no pinned memory to hold them in.
+    model.gradient_checkpointing_enable(offload=offload and torch.accelerator.is_available())
+
+
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Split the trainable parameters into matrices, which decay, and norms and biases, which do not.
 

@@ -3,8 +3,6 @@
 import math
 from collections.abc import Callable
 
-import torch
-
 
 def multiplier(
     kind: str, max_steps: int, warmup_steps: int, min_ratio: float = 0.0, decay_ratio: float = 0.2
@@ -31,10 +29,3 @@ def multiplier(
         return min_ratio + (1 - min_ratio) * shape
 
     return at
-
-
-def lambda_lr(
-    optimizer: torch.optim.Optimizer, at: Callable[[int], float]
-) -> torch.optim.lr_scheduler.LambdaLR:
-    """Return a scheduler that DeepSpeed can step: every group's peak rate times `at(finished steps)`."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, at)

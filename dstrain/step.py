@@ -18,6 +18,8 @@ Batch = dict[str, torch.Tensor]
 class NonFinite(Exception):
     """The loss or the gradient is NaN or infinite, on `ranks`. `applied`: it has reached the weights."""
 
+    status = 3  # of the process
+
     def __init__(self, what: str, ranks: list[int], applied: bool) -> None:
         super().__init__(f"non-finite {what}")
         self.what, self.ranks, self.applied = what, ranks, applied
@@ -53,6 +55,8 @@ class StepResult:
 
 def train_step(engine: Any, batches: Sequence[Batch]) -> StepResult:
     """Run the micro batches of one optimizer step. Raises NonFinite, on all ranks together."""
+    if not engine.module.training:  # a loaded model is in evaluation mode: no dropout, no checkpointing
+        engine.train()
     batches = [{name: tensor.to(engine.device) for name, tensor in batch.items()} for batch in batches]
     counts = torch.zeros(2, dtype=torch.float64, device=engine.device)
     for batch in batches:

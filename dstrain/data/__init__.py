@@ -26,7 +26,7 @@ def build(
     long_examples: str,
     empty_rows: str,
     cache_dir: str | None,
-    workers: int | None,
+    preprocessing_num_workers: int | None,
     progress: bool,
 ) -> list[Sequences]:
     """Tokenize the sources, or find them in the cache, and arrange their documents into sequences.
@@ -45,7 +45,7 @@ def build(
         )
         for source in sources
     ]
-    tokens = prepare(specs, tokenizer, cache_dir, workers, progress)
+    tokens = prepare(specs, tokenizer, cache_dir, preprocessing_num_workers, progress)
     return [sequences(one, max_seq_length, packing, long_examples) for one in tokens]
 
 

@@ -1,8 +1,8 @@
-"""Which characters of a rendered chat are the assistant's: its text and the end of its turn.
+"""Which characters of a rendered chat are the assistant's.
 
 Two ways, the first that applies:
 1. the template's own `{% generation %}` markers;
-2. the conversation is rendered twice, the second time with a sentinel in place of each assistant text.
+2. the conversation is rendered twice, the second time with a sentinel in place of each assistant message.
    What stands between the sentinels is the template's own text, so the rest of the first rendering is the
    assistant's. The result is checked character by character, and a template that treats it otherwise is
    an error, never a wrong mask.
@@ -24,31 +24,38 @@ _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SENTINEL = "\ue0d5{}\ue0d6"
 
 
-def render(messages: Sequence[Message], template: str, specials: dict[str, str]) -> tuple[str, list[Span]]:
-    """Return the rendered conversation and the [start, end) character spans of the assistant's text.
+def has_markers(template: str) -> bool:
+    """Return whether the template says by itself what the assistant's text is."""
+    return _MARKER.search(template) is not None
 
-    `specials` holds the tokenizer's special tokens, such as `eos_token`, which templates read.
+
+def render(messages: Sequence[Message], template: str, specials: dict[str, str]) -> tuple[str, list[Span]]:
+    """Return the conversation up to its last assistant turn, and the [start, end) of the assistant's text.
+
+    Without markers the spans hold the texts alone, with markers what they enclose. `specials` holds the
+    tokenizer's special tokens, such as `eos_token`, which templates read.
     Raises UserError if the template refuses the messages or hides where the assistant's text is.
     """
-    if _MARKER.search(template):
-        text, spans = _rendered(messages, template, specials, spans=True)
-        return text, [(start, end) for start, end in spans]
+    replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if replies:
+        messages = messages[: replies[-1] + 1]
+    if has_markers(template):
+        return _rendered(messages, template, specials, marked=True)
     text, _ = _rendered(messages, template, specials)
     return text, _spans_by_sentinel(messages, template, specials, text)
 
 
 def _rendered(
-    messages: Sequence[Message], template: str, specials: dict[str, str], spans: bool = False
-) -> tuple[str, Any]:
+    messages: Sequence[Message], template: str, specials: dict[str, str], marked: bool = False
+) -> tuple[str, list[Span]]:
     try:
-        texts, indices = render_jinja_template(
-            [list(messages)], chat_template=template, return_assistant_tokens_mask=spans, **specials
+        texts, spans = render_jinja_template(
+            [list(messages)], chat_template=template, return_assistant_tokens_mask=marked, **specials
         )
     except Exception as error:  # a template raises what it likes: TemplateError, TypeError, KeyError
-        raise UserError(
-            f"the chat template refuses the messages: {str(error).strip().splitlines()[0]}"
-        ) from None
-    return texts[0], indices[0] if spans else None
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"the chat template refuses the messages: {reason}") from None
+    return texts[0], list(spans[0]) if marked else []
 
 
 def _spans_by_sentinel(
@@ -57,7 +64,8 @@ def _spans_by_sentinel(
     contents, masked = [], []
     for message in messages:
         if message["role"] == "assistant":
-            masked.append(message | {"content": _SENTINEL.format(len(contents))})
+            # Role and text only: whatever else of the message is rendered makes the check below fail.
+            masked.append({"role": "assistant", "content": _SENTINEL.format(len(contents))})
             contents.append(message["content"])
         else:
             masked.append(message)
@@ -66,22 +74,14 @@ def _spans_by_sentinel(
     if len(literals) == len(contents) + 1:
         # Templates use a text as it is or stripped, the same way for every turn.
         for change in (str, str.strip, str.rstrip, str.lstrip):
-            shown = [change(content) for content in contents]
-            parts = [literals[0]]
-            for content, literal in zip(shown, literals[1:], strict=True):
+            spans, parts, position = [], [literals[0]], len(literals[0])
+            for content, literal in zip(map(change, contents), literals[1:], strict=True):
+                spans.append((position, position + len(content)))
                 parts += [content, literal]
+                position += len(content) + len(literal)
             if "".join(parts) == text:
-                return _spans(literals, shown)
+                return spans
     raise UserError(
-        "the chat template changes the assistant's text, so its place cannot be told; "
-        "put {% generation %} markers into a template of your own (model.chat_template)"
+        "the chat template changes an assistant's text or adds to it (reasoning, tool calls), so its place "
+        "cannot be told; put {% generation %} markers into a template of your own (model.chat_template)"
     )
-
-
-def _spans(literals: Sequence[str], contents: Sequence[str]) -> list[Span]:
-    spans, position = [], 0
-    for literal, content in zip(literals, contents, strict=False):
-        start = position + len(literal)
-        position = start + len(content)
-        spans.append((start, position))
-    return spans

@@ -1,17 +1,19 @@
 """Rows -> token ids and a mask of the tokens that are in the loss. Runs in worker processes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from dstrain.data import chat
-from dstrain.errors import UserError
+from dstrain.errors import UserError, nearest
 
-# A text longer than this is encoded in pieces, cut at line ends or spaces, so that one line of a hundred
-# megabytes takes bounded memory.
-PIECE_CHARACTERS = 1_000_000
+# A text longer than this is encoded in pieces, cut at line ends or spaces and so many at a time, so that one
+# line of a hundred megabytes takes bounded memory.
+PIECE_CHARACTERS = 100_000
+_PIECES_AT_ONCE = 64
 
 Row = dict[str, Any]
 
@@ -44,15 +46,20 @@ class Encoder:
     encoding: Encoding
 
     def __post_init__(self) -> None:
-        self.backend = self.tokenizer.backend_tokenizer
+        # A copy: the user's tokenizer keeps its settings, which are part of the cache's key.
+        self.backend = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
         self.backend.no_padding()
         self.backend.no_truncation()
         self.eos: int = self.tokenizer.eos_token_id
         # BOS, if this tokenizer puts it before a text by itself.
         probe, bos = self.backend.encode("a", add_special_tokens=True).ids, self.tokenizer.bos_token_id
         self.first: int | None = bos if bos is not None and probe and probe[0] == bos else None
+        self.backend.post_processor = None  # it would trim white space off the offsets
         added = self.tokenizer.added_tokens_decoder
-        self.turn_ends = np.array([token for token in added if added[token].special], dtype=np.int64)
+        self.added = np.array(list(added), dtype=np.int64)
+        self.special = np.array([token for token in added if added[token].special], dtype=np.int64)
+        self.template = self.tokenizer.get_chat_template() if self.encoding.format == "messages" else ""
+        self.marked = chat.has_markers(self.template)
         self.dtype = token_dtype(len(self.tokenizer))
 
     def encode(self, file: str, numbered: Sequence[tuple[int, Row]]) -> Encoded:
@@ -76,8 +83,9 @@ class Encoder:
     def _check_columns(self, file: str, number: int, row: Row) -> None:
         for column in self.encoding.columns:
             if column not in row:
-                found = ", ".join(sorted(map(str, row))) or "none"
-                raise UserError(f"{file}:{number}: no column {column!r}; the columns are: {found}")
+                names = sorted(map(str, row))
+                found = f"the columns are: {', '.join(names) or 'none'}{nearest(column, names)}"
+                raise UserError(f"{file}:{number}: no column {column!r}; {found}")
 
     def _is_empty(self, file: str, number: int, row: Row) -> bool:
         for column in self.encoding.columns:
@@ -88,20 +96,22 @@ class Encoder:
             if not isinstance(value, expected):
                 kind = "a list of messages" if expected is list else "text"
                 raise UserError(f"{file}:{number}: column {column!r} is {type(value).__name__}, not {kind}")
+            if isinstance(value, str):
+                _check_text(value, f"{file}:{number}: column {column!r}")
         last = row[self.encoding.columns[-1]]
         return not (last.strip() if isinstance(last, str) else last)
 
     def _texts(self, file: str, rows: Sequence[tuple[int, Row]]) -> list[tuple[np.ndarray, None]]:
         column = self.encoding.columns[0]
         pieces = [pieces_of(row[column]) for _, row in rows]
-        flat = iter(
-            self.backend.encode_batch_fast([p for group in pieces for p in group], add_special_tokens=False)
-        )
-        documents = []
-        for group in pieces:
-            ids = np.concatenate([np.array(next(flat).ids, dtype=self.dtype) for _ in group])
-            documents.append((self._framed(ids)[0], None))
-        return documents
+        flat = self._pieces([piece for group in pieces for piece in group])
+        return [(self._framed(np.concatenate([next(flat) for _ in group]))[0], None) for group in pieces]
+
+    def _pieces(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
+        for start in range(0, len(texts), _PIECES_AT_ONCE):
+            some = texts[start : start + _PIECES_AT_ONCE]
+            for encoded in self.backend.encode_batch_fast(some, add_special_tokens=False):
+                yield np.array(encoded.ids, dtype=self.dtype)
 
     def _framed(self, ids: np.ndarray) -> tuple[np.ndarray, int]:
         """Put the tokenizer's own first token and the end token around a document, each once.
@@ -130,12 +140,11 @@ class Encoder:
 
     def _chats(self, file: str, rows: Sequence[tuple[int, Row]]) -> list[tuple[np.ndarray, np.ndarray]]:
         column = self.encoding.columns[0]
-        template = self.tokenizer.get_chat_template()
         texts, spans = [], []
         for number, row in rows:
             try:
                 messages = [_message(message) for message in row[column]]
-                text, assistant = chat.render(messages, template, self.tokenizer.special_tokens_map)
+                text, assistant = chat.render(messages, self.template, self.tokenizer.special_tokens_map)
             except UserError as error:
                 raise UserError(f"{file}:{number}: {error}") from None
             texts.append(text)
@@ -144,31 +153,46 @@ class Encoder:
         return [self._chat(*one) for one in zip(texts, encodings, spans, strict=True)]
 
     def _chat(self, text: str, encoded: Any, spans: Sequence[chat.Span]) -> tuple[np.ndarray, np.ndarray]:
-        """Mask the assistant's tokens and the end of each of its turns; cut off what follows the last."""
+        """Mask the assistant's tokens and the end of each of its turns; cut off what follows the last.
+
+        The end of a turn is the added token that follows the last assistant's text, white space before it
+        included. If the template has none, the end token is put there.
+        """
         ids = np.array(encoded.ids, dtype=self.dtype)
-        starts, ends = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2).T
-        special = np.isin(ids, self.turn_ends)
-        blank = np.array([text[start:end].isspace() for start, end in encoded.offsets], dtype=bool)
         in_loss = np.zeros(len(ids), dtype=bool)
-        for start, end in spans:
-            inside = (ends > start) & (starts < end)
-            in_loss |= inside
-            solid = np.flatnonzero(inside & ~blank)
-            if len(solid) and special[solid[-1]]:  # generation markers around the turn's end as well
-                in_loss[solid[-1] + 1 : np.searchsorted(starts, end)] = False
-                continue
-            after = int(np.searchsorted(starts, end))
-            while after < len(ids) and blank[after] and not special[after]:
-                after += 1
-            if after < len(ids) and special[after]:
-                in_loss[after] = True
-        if not in_loss.any():
+        if not spans:
             return ids, in_loss
+        starts, ends = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2).T
+        blank = np.array([text[start:end].isspace() for start, end in encoded.offsets], dtype=bool)
+        ending, special = np.isin(ids, self.added) & ~blank, np.isin(ids, self.special)
+        solid = np.append(np.flatnonzero(~blank), len(ids))
+
+        # Token ranges of the spans; a token that straddles an edge is inside, unless the text is empty.
+        ranges = []
+        for start, end in spans:
+            stop = int(np.searchsorted(starts, end))
+            ranges.append((int(np.searchsorted(ends, start, "right")) if end > start else stop, stop))
+        last, after = _around(solid, *ranges[-1])
+        follows = after < len(ids) and bool(ending[after])
+        if self.marked and last >= 0 and (special[last] or (ending[last] and not follows)):
+            # The markers enclose the turn's end. White space behind it is not the assistant's.
+            ranges = [(first, _around(solid, first, stop)[0] + 1 or stop) for first, stop in ranges]
+        elif follows:
+            turn_end = ids[after]
+            afters = [_around(solid, *one)[1] for one in ranges]
+            ranges = [
+                (first, after + 1 if after < len(ids) and ids[after] == turn_end else stop)
+                for (first, stop), after in zip(ranges, afters, strict=True)
+            ]
+        else:
+            first, stop = ranges[-1]
+            ids, in_loss = ids[:stop], in_loss[:stop]
+            if first == stop or ids[-1] != self.eos:
+                ids, in_loss = np.append(ids, self.dtype(self.eos)), np.append(in_loss, True)
+        for first, stop in ranges:
+            in_loss[first:stop] = True
         kept = int(np.flatnonzero(in_loss)[-1]) + 1
-        ids, in_loss = ids[:kept], in_loss[:kept]
-        if not special[kept - 1]:  # the template marks no end of a turn: the end token does
-            ids, in_loss = np.append(ids, self.dtype(self.eos)), np.append(in_loss, True)
-        return ids, in_loss
+        return ids[:kept], in_loss[:kept]
 
     def _flat(
         self, documents: Sequence[tuple[np.ndarray, Any]], places: Sequence[int], empty: int
@@ -190,23 +214,58 @@ def token_dtype(vocabulary: int) -> type[np.unsignedinteger]:
 
 
 def pieces_of(text: str, limit: int = PIECE_CHARACTERS) -> list[str]:
-    """Cut a long text at line ends, else before spaces, else anywhere, into pieces of at most `limit`."""
+    """Cut a long text behind line ends, else before spaces, else anywhere, into pieces of at most `limit`."""
     pieces, start = [], 0
     while len(text) - start > limit:
-        cut = text.rfind("\n", start + limit // 2, start + limit) + 1
+        low, high = start + limit // 2, start + limit
+        cut = _lone(text, "\n", low, high) + 1 or _lone(text, " ", low, high)
         if cut <= start:
-            cut = text.rfind(" ", start + limit // 2, start + limit)
-        if cut <= start:
-            cut = start + limit
+            cut = high
         pieces.append(text[start:cut])
         start = cut
     return [*pieces, text[start:]]
 
 
+def _lone(text: str, mark: str, low: int, high: int) -> int:
+    """Return the last place in [low, high) of `mark` without white space around it, or -1.
+
+    Tokenizers treat a run of white space as one, so a cut inside it would give other tokens.
+    """
+    place = text.rfind(mark, low, high)
+    while place >= 0 and (text[place - 1].isspace() or text[place + 1].isspace()):
+        place = text.rfind(mark, low, place)
+    return place
+
+
+def _around(solid: np.ndarray, first: int, stop: int) -> tuple[int, int]:
+    """Return the last token in [first, stop) that is not white space, or -1, and the first such from stop."""
+    index = int(np.searchsorted(solid, stop))
+    inside = index > 0 and solid[index - 1] >= first
+    return int(solid[index - 1]) if inside else -1, int(solid[index])
+
+
+def _check_text(text: str, where: str) -> None:
+    """Refuse half of a surrogate pair, which JSON can hold and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where}: character {error.start + 1} is {text[error.start]!r}, half of one"
+        ) from None
+
+
 def _message(message: Any) -> chat.Message:
-    if not isinstance(message, dict) or "role" not in message or "content" not in message:
-        raise UserError("a message is an object with 'role' and 'content'")
+    """Return the message with its content as one text and without the empty fields that parquet adds."""
+    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+        found = ", ".join(map(str, message)) if isinstance(message, dict) else type(message).__name__
+        raise UserError(f"a message is an object with 'role' and 'content'; this one is: {found}")
     content = message["content"]
     if isinstance(content, list):  # [{"type": "text", "text": ...}, ...]
-        content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
-    return message | {"content": "" if content is None else content}
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise UserError("a part of a message's 'content' is not text")
+        content = "".join(parts)
+    if not isinstance(content, str | None):
+        raise UserError(f"a message's 'content' is {type(content).__name__}, not text")
+    _check_text(content or "", "a message's 'content'")
+    return {key: value for key, value in message.items() if value is not None} | {"content": content or ""}

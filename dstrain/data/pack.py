@@ -71,9 +71,8 @@ class Sequences:
         segments = []
         while position < end:
             document_stop = int(self.tokens.ends[document])
-            if document_stop > position:  # a document of no tokens ends where it starts
-                segments.append(Segment(position, min(document_stop, end), document, document_stop))
-            position = max(position, min(document_stop, end))
+            segments.append(Segment(position, min(document_stop, end), document, document_stop))
+            position = segments[-1].stop
             document += 1
         return segments
 
@@ -112,18 +111,22 @@ def sequences(tokens: Tokens, max_seq_length: int, packing: bool, long_examples:
 
 def _text(tokens: Tokens, max_seq_length: int, packing: bool) -> Sequences:
     total = int(tokens.ends[-1])
+    # n tokens hold n - 1 predictions, so a last sequence of a single token would hold none.
     if packing:
-        return Sequences(tokens, max_seq_length, None, None, -(-total // max_seq_length))
-    # n tokens hold n - 1 predictions, so a last chunk of a single token would hold none.
-    chunks = np.maximum(-(-(np.diff(tokens.ends, prepend=0) - 1) // max_seq_length), 1)
-    offsets = np.concatenate([[0], np.cumsum(chunks)])
-    return Sequences(tokens, max_seq_length, offsets, None, int(offsets[-1]))
+        offsets, count = None, -(-(total - 1) // max_seq_length)
+    else:
+        chunks = -(-(np.diff(tokens.ends, prepend=0) - 1) // max_seq_length)
+        offsets = np.concatenate([[0], np.cumsum(chunks)])
+        count = int(offsets[-1])
+    if not count:
+        raise UserError(f"{tokens.name}: no text has a second token, so there is nothing to predict")
+    return Sequences(tokens, max_seq_length, offsets, None, count)
 
 
 def _cached_packs(
     file: Path, documents: np.ndarray, lengths: np.ndarray, capacity: int
 ) -> tuple[np.ndarray, ...]:
-    with FileLock(f"{file}.lock"):
+    with FileLock(f"{file}.lock"):  # several ranks come here at once
         if not file.exists():
             offsets, order = best_fit_decreasing(lengths, capacity)
             temporary = file.with_suffix(".tmp.npz")

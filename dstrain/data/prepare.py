@@ -7,15 +7,16 @@ A cache entry is a folder named by a hash of the files' content, the tokenizer a
     ends.npy     where each document ends in the stream (int64)
     first.npy    the first token of each document that is in the loss, -1 for none (int64)
     places.npy   file number << 40 | line of each document, to name it in an error
-    meta.json    counts and file names; the folder gets its name when all of it is written
+    meta.json    counts; the folder gets its name when all of it is written
 """
 
 import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
@@ -32,9 +33,7 @@ from dstrain.data import sources
 from dstrain.data.encode import Encoded, Encoder, Encoding, token_dtype
 from dstrain.errors import UserError
 
-_VERSION = 1  # of the cache's layout and of how rows become tokens
-_BATCH_CHARACTERS = 1_000_000
-_BATCH_ROWS = 2_000
+_VERSION = 2  # of the cache's layout and of how rows become tokens
 _PLACE_BITS = 40
 
 _encoder: Encoder | None = None  # of a worker process
@@ -42,7 +41,7 @@ _encoder: Encoder | None = None  # of a worker process
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """A source with the values that decide its tokens. `columns` in the order the format reads them."""
+    """A source with the values that decide its tokens."""
 
     path: str
     subset: str | None
@@ -83,38 +82,55 @@ def prepare(
     """
     root = Path(cache_dir or os.environ.get("DSTRAIN_CACHE") or Path.home() / ".cache" / "dstrain")
     _check_tokenizer(specs, tokenizer)
-    root.mkdir(parents=True, exist_ok=True)
-    return [_prepare_one(spec, tokenizer, root, workers, progress) for spec in specs]
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        return [_prepare_one(spec, tokenizer, root, workers, progress) for spec in specs]
+    except OSError as error:
+        raise UserError(f"{root}: the token cache (data.cache_dir) cannot be written: {error}") from None
 
 
 def _check_tokenizer(specs: Sequence[SourceSpec], tokenizer: Any) -> None:
     name = tokenizer.name_or_path
     if tokenizer.eos_token_id is None:
         raise UserError(f"{name}: the tokenizer has no eos_token to end a document with")
-    if any(spec.encoding.format == "messages" for spec in specs) and not tokenizer.chat_template:
-        raise UserError(f"{name}: the tokenizer has no chat template; name one in model.chat_template")
+    if any(spec.encoding.format == "messages" for spec in specs):
+        try:
+            tokenizer.get_chat_template()
+        except ValueError:  # none, or several and none of them the default
+            raise UserError(
+                f"{name}: the tokenizer has no chat template; name one in model.chat_template"
+            ) from None
 
 
 def _prepare_one(spec: SourceSpec, tokenizer: Any, root: Path, workers: int | None, progress: bool) -> Tokens:
     files = sources.find_files(spec.path)
     hub = sources.hub_dataset(spec.path, spec.subset, spec.split) if files is None else None
     content = [hub._fingerprint] if files is None else _fingerprints(files, root)
+    names = [spec.path] if files is None else [str(file) for file in files]
     folder = root / f"tokens-{_key(content, spec.encoding, tokenizer)}"
-    if not (folder / "meta.json").exists():
+    if not folder.exists():
         with FileLock(f"{folder}.lock"):
-            if not (folder / "meta.json").exists():
-                rows = _hub_rows(hub, spec.path) if files is None else _file_rows(files)
-                names = [spec.path] if files is None else [str(file) for file in files]
-                _write(folder, rows, names, spec, tokenizer, workers or os.cpu_count() or 1, progress)
-    return _load(folder, spec, token_dtype(len(tokenizer)))
+            if not folder.exists():
+                rows = sources.hub_batches(hub, spec.path) if files is None else sources.file_batches(files)
+                workers = workers or len(os.sched_getaffinity(0))
+                temporary = folder.with_name(f"{folder.name}.tmp")
+                shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+                temporary.mkdir()
+                try:
+                    _write(temporary, rows, spec, tokenizer, workers, progress)
+                    temporary.replace(folder)
+                finally:
+                    shutil.rmtree(temporary, ignore_errors=True)
+    return _load(folder, spec, names, token_dtype(len(tokenizer)))
 
 
 def _fingerprints(files: Sequence[Path], root: Path) -> list[str]:
+    """Return the content of each file and how it is read; the same bytes may be .txt or .jsonl."""
     memo_file = root / "fingerprints.json"
     with FileLock(f"{memo_file}.lock"):
         memo = json.loads(memo_file.read_text()) if memo_file.exists() else {}
         known = len(memo)
-        prints = [sources.fingerprint(file, memo) for file in files]
+        prints = [f"{sources.fingerprint(file, memo)}{sources.kind(file)}" for file in files]
         if len(memo) > known:
             _replace(memo_file, json.dumps(memo))
     return prints
@@ -127,7 +143,7 @@ def _replace(file: Path, text: str) -> None:
 
 
 def _key(content: Sequence[str], encoding: Encoding, tokenizer: Any) -> str:
-    template = tokenizer.chat_template if encoding.format == "messages" else None
+    template = tokenizer.get_chat_template() if encoding.format == "messages" else None
     settings = [
         _VERSION,
         list(content),
@@ -135,41 +151,16 @@ def _key(content: Sequence[str], encoding: Encoding, tokenizer: Any) -> str:
         list(encoding.columns),
         encoding.empty_rows,
         tokenizer.backend_tokenizer.to_str(),
-        [tokenizer.bos_token, tokenizer.eos_token],
+        tokenizer.special_tokens_map,
         template,
     ]
     return xxhash.xxh3_128_hexdigest(json.dumps(settings, sort_keys=True).encode())
 
 
-def _file_rows(files: Sequence[Path]) -> Iterator[tuple[int, str, list[tuple[int, sources.Row]]]]:
-    for number, file in enumerate(files):
-        for batch in _batches(sources.read_rows(file)):
-            yield number, str(file), batch
-
-
-def _hub_rows(dataset: Any, name: str) -> Iterator[tuple[int, str, list[tuple[int, sources.Row]]]]:
-    for batch in _batches(enumerate(dataset, start=1)):
-        yield 0, name, batch
-
-
-def _batches(rows: Iterable[tuple[int, sources.Row]]) -> Iterator[list[tuple[int, sources.Row]]]:
-    """Group rows into batches of about a million characters, the unit of work of a process."""
-    batch: list[tuple[int, sources.Row]] = []
-    characters = 0
-    for number, row in rows:
-        batch.append((number, row))
-        characters += sum(len(value) if isinstance(value, str) else 500 for value in row.values())
-        if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_ROWS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _start_worker(tokenizer: Any, encoding: Encoding) -> None:
+def _start_worker(encoder: Encoder) -> None:
     global _encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _encoder = Encoder(tokenizer, encoding)
+    _encoder = encoder
 
 
 def _work(number: int, file: str, rows: list[tuple[int, sources.Row]]) -> tuple[int, Encoded]:
@@ -178,7 +169,7 @@ def _work(number: int, file: str, rows: list[tuple[int, sources.Row]]) -> tuple[
 
 
 def _encoded(
-    rows: Iterator[tuple[int, str, list[tuple[int, sources.Row]]]],
+    rows: Iterator[sources.Batch],
     spec: SourceSpec,
     tokenizer: Any,
     workers: int,
@@ -188,12 +179,13 @@ def _encoded(
     second = next(rows, None)
     if first is None:
         return
+    encoder = Encoder(tokenizer, spec.encoding)
     if second is None or workers == 1:  # not worth a process
-        encoder = Encoder(tokenizer, spec.encoding)
         for number, file, batch in chain([first], [second] if second else [], rows):
             yield number, encoder.encode(file, batch)
         return
-    with ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (tokenizer, spec.encoding)) as pool:
+    # Forked processes share the encoder and need not import anything.
+    with ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (encoder,)) as pool:
         waiting: deque[Future[tuple[int, Encoded]]] = deque(
             [pool.submit(_work, *first), pool.submit(_work, *second)]
         )
@@ -204,6 +196,11 @@ def _encoded(
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise UserError(
+                f"{spec.path}: a tokenizing process was killed, perhaps for lack of memory; "
+                f"lower data.preprocessing_num_workers (now {workers})"
+            ) from None
         finally:
             for future in waiting:
                 future.cancel()
@@ -211,20 +208,16 @@ def _encoded(
 
 def _write(
     folder: Path,
-    rows: Iterator[tuple[int, str, list[tuple[int, sources.Row]]]],
-    names: Sequence[str],
+    rows: Iterator[sources.Batch],
     spec: SourceSpec,
     tokenizer: Any,
     workers: int,
     progress: bool,
 ) -> None:
-    temporary = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
     lengths, places, first, empty, tokens = [], [], [], 0, 0
     with ExitStack() as stack:
-        stream = stack.enter_context((temporary / "tokens.bin").open("wb"))
-        bits = _BitWriter(stack.enter_context((temporary / "in_loss.bin").open("wb")))
+        stream = stack.enter_context((folder / "tokens.bin").open("wb"))
+        bits = _BitWriter(stack.enter_context((folder / "in_loss.bin").open("wb")))
         label = f"tokenizing {Path(spec.path).name}"
         bar = stack.enter_context(
             tqdm(
@@ -250,13 +243,11 @@ def _write(
     if not tokens:
         raise UserError(f"{spec.path}: empty data set: no row gives a token ({empty} empty rows)")
     if spec.encoding.format == "text":
-        (temporary / "in_loss.bin").unlink()
-    np.save(temporary / "ends.npy", np.cumsum(np.concatenate(lengths)))
-    np.save(temporary / "first.npy", np.concatenate(first))
-    np.save(temporary / "places.npy", np.concatenate(places))
-    meta = {"files": list(names), "empty": empty, "tokens": tokens}
-    (temporary / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-    temporary.replace(folder)
+        (folder / "in_loss.bin").unlink()
+    np.save(folder / "ends.npy", np.cumsum(np.concatenate(lengths)))
+    np.save(folder / "first.npy", np.concatenate(first))
+    np.save(folder / "places.npy", np.concatenate(places))
+    (folder / "meta.json").write_text(json.dumps({"empty": empty, "tokens": tokens}), encoding="utf-8")
 
 
 def _first_in_loss(encoded: Encoded) -> np.ndarray:
@@ -265,7 +256,7 @@ def _first_in_loss(encoded: Encoded) -> np.ndarray:
         return np.where(encoded.lengths > 1, 1, -1)
     starts = np.cumsum(encoded.lengths) - encoded.lengths
     in_loss = encoded.in_loss.copy()
-    in_loss[starts] = False  # nothing comes before it to predict it from
+    in_loss[starts[encoded.lengths > 0]] = False  # nothing comes before it to predict it from
     hits = np.append(np.flatnonzero(in_loss), len(in_loss))
     following = hits[np.searchsorted(hits, starts)]
     return np.where(following < starts + encoded.lengths, following - starts, -1)
@@ -288,19 +279,18 @@ class _BitWriter:
         self.stream.write(np.packbits(self.rest, bitorder="little").tobytes())
 
 
-def _load(folder: Path, spec: SourceSpec, dtype: type[np.unsignedinteger]) -> Tokens:
+def _load(folder: Path, spec: SourceSpec, names: Sequence[str], dtype: type[np.unsignedinteger]) -> Tokens:
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     masked = folder / "in_loss.bin"
-    map_file: Callable[..., np.ndarray] = np.memmap
     return Tokens(
         name=spec.path,
         weight=spec.weight,
-        stream=map_file(folder / "tokens.bin", dtype=dtype, mode="r"),
-        in_loss=map_file(masked, dtype=np.uint8, mode="r") if masked.exists() else None,
+        stream=np.memmap(folder / "tokens.bin", dtype=dtype, mode="r"),
+        in_loss=np.memmap(masked, dtype=np.uint8, mode="r") if masked.exists() else None,
         ends=np.load(folder / "ends.npy", mmap_mode="r"),
         first=np.load(folder / "first.npy", mmap_mode="r"),
         places=np.load(folder / "places.npy", mmap_mode="r"),
-        files=tuple(meta["files"]),
+        files=tuple(names),
         empty=meta["empty"],
         folder=folder,
         whole=spec.encoding.format != "text",

@@ -1,15 +1,15 @@
-"""Read rows from local files and Hub datasets, in bounded memory, with the place of every fault.
+"""Read rows from local files and Hub datasets, with the place of every fault.
 
 A row is a dict of columns. Local files: jsonl, json, csv, parquet, txt, each also as .gz or .zst. A txt
-file is one document.
+file is one document; a json file is a list of objects, {"data": [...]}, one object, or one object a line.
+Memory is bounded, but for json, txt and compressed parquet files, which are read whole.
 """
 
 import csv
 import glob
-import gzip
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,10 @@ FORMATS = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 COMPRESSIONS = (".gz", ".zst")
 
 Row = dict[str, Any]
+Batch = tuple[int, str, list[tuple[int, Row]]]  # file's number, its name, rows with their places in it
+
+_BATCH_CHARACTERS = 1_000_000
+_BATCH_ROWS = 2_000
 
 
 def kind(file: Path) -> str:
@@ -38,7 +42,9 @@ def find_files(path: str) -> list[Path] | None:
     """
     local = Path(path)
     if local.is_dir():
-        files = sorted(file for file in local.rglob("*") if file.is_file() and kind(file))
+        found = (file for file in local.rglob("*") if file.is_file() and kind(file))
+        # Not hidden ones, such as .ipynb_checkpoints, which a glob does not match either.
+        files = sorted(file for file in found if not any(p[0] == "." for p in file.relative_to(local).parts))
         if not files:
             raise UserError(f"{path}: the folder holds no {', '.join(FORMATS)} file")
         return files
@@ -49,9 +55,11 @@ def find_files(path: str) -> list[Path] | None:
             )
         return [local]
     if glob.has_magic(path):
-        files = sorted(Path(name) for name in glob.glob(path, recursive=True) if kind(Path(name)))
+        matches = [Path(name) for name in glob.glob(path, recursive=True) if Path(name).is_file()]
+        files = sorted(file for file in matches if kind(file))
         if not files:
-            raise UserError(f"{path}: no file matches")
+            others = f"; {len(matches)} others do, such as {min(matches).name}" if matches else ""
+            raise UserError(f"{path}: no {', '.join(FORMATS)} file matches{others}")
         return files
     if local.is_absolute():
         siblings = [file.name for file in local.parent.iterdir()] if local.parent.is_dir() else []
@@ -61,14 +69,17 @@ def find_files(path: str) -> list[Path] | None:
 
 def fingerprint(file: Path, memo: dict[str, str]) -> str:
     """Return a hash of a file's content. `memo` saves reading it again while size and time stay the same."""
-    stat = file.stat()
-    key = f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
-    if key not in memo:
-        digest = xxhash.xxh3_128()
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 22):
-                digest.update(block)
-        memo[key] = digest.hexdigest()
+    try:
+        stat = file.stat()
+        key = f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
+        if key not in memo:
+            digest = xxhash.xxh3_128()
+            with file.open("rb") as stream:
+                while block := stream.read(1 << 22):
+                    digest.update(block)
+            memo[key] = digest.hexdigest()
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
     return memo[key]
 
 
@@ -88,9 +99,42 @@ def read_rows(file: Path) -> Iterator[tuple[int, Row]]:
         elif ending == ".csv":
             yield from _csv(file)
         else:
-            yield 1, {"text": _decode(_open(file).read(), file, 1)}
-    except (EOFError, gzip.BadGzipFile, OSError) as error:
+            yield 1, {"text": _decode(_read(file), file, 1)}
+    except OSError as error:
         raise UserError(f"{file}: cannot be read to its end: {error}") from None
+
+
+def file_batches(files: Sequence[Path]) -> Iterator[Batch]:
+    """Yield the rows of files in batches of about a million characters, the unit of work of a process."""
+    for number, file in enumerate(files):
+        for batch in _batches(read_rows(file)):
+            yield number, str(file), batch
+
+
+def hub_batches(dataset: Any, name: str) -> Iterator[Batch]:
+    """Yield the rows of a Hub dataset in such batches."""
+    for batch in _batches(enumerate(dataset, start=1)):
+        yield 0, name, batch
+
+
+def _batches(rows: Iterable[tuple[int, Row]]) -> Iterator[list[tuple[int, Row]]]:
+    batch: list[tuple[int, Row]] = []
+    characters = 0
+    for number, row in rows:
+        batch.append((number, row))
+        characters += _characters(row)
+        if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_ROWS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _characters(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(_characters, items))
 
 
 def hub_dataset(path: str, subset: str | None, split: str) -> Any:
@@ -100,61 +144,40 @@ def hub_dataset(path: str, subset: str | None, split: str) -> Any:
     try:
         return datasets.load_dataset(path, subset, split=split)
     except Exception as error:  # the library raises a dozen kinds, network errors among them
-        reason = str(error).strip().split("\n")[0]
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError(f"{path}: no such file, and not loadable as a Hub dataset: {reason}") from None
 
 
-def _open(file: Path) -> io.BufferedIOBase:
-    ending = file.suffix.lower()
-    if ending == ".gz":
-        return gzip.open(file, "rb")  # type: ignore[return-value]
-    if ending == ".zst":
-        import zstandard
+def _open(file: Path) -> io.BufferedReader:
+    """Open a file, decompressed. Faults in the compression, a missing end too, are OSErrors of `read`."""
+    import pyarrow
 
-        return _Zstd(
-            zstandard.ZstdDecompressor().stream_reader(file.open("rb"), read_across_frames=True), file
-        )
-    return file.open("rb")
+    compression = {".gz": "gzip", ".zst": "zstd"}.get(file.suffix.lower())
+    return io.BufferedReader(pyarrow.input_stream(str(file), compression=compression), 1 << 20)
 
 
-class _Zstd(io.BufferedReader):
-    """A zstandard stream whose faults are OSErrors, as those of other files are."""
-
-    def __init__(self, stream: Any, file: Path) -> None:
-        super().__init__(_ZstdRaw(stream, file.stat().st_size), buffer_size=1 << 20)
-
-
-class _ZstdRaw(io.RawIOBase):
-    def __init__(self, stream: Any, size: int) -> None:
-        self.stream, self.size = stream, size
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        import zstandard
-
-        try:
-            return self.stream.readinto(buffer)
-        except zstandard.ZstdError as error:
-            raise OSError(str(error)) from None
+def _read(file: Path) -> bytes:
+    with _open(file) as stream:
+        return stream.read()
 
 
 def _decode(data: bytes, file: Path, line: int) -> str:
+    """Decode the lines of `file` from `line` on."""
     try:
         return data.decode("utf-8-sig" if line == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        where = line + data[: error.start].count(b"\n")
+        before = error.object[: error.start]
+        where, column = line + before.count(b"\n"), len(before) - before.rfind(b"\n")
         raise UserError(
-            f"{file}:{where}: not UTF-8 (byte {data[error.start]:#04x} at offset {error.start})"
+            f"{file}:{where}: not UTF-8: byte {error.object[error.start]:#04x} is the line's byte {column}"
         ) from None
 
 
 def _json_lines(file: Path) -> Iterator[tuple[int, Row]]:
     with _open(file) as stream:
         for number, line in enumerate(stream, start=1):
-            text = _decode(line, file, number)
-            if not text.strip():
+            text = _decode(line, file, number).strip()
+            if not text:
                 continue
             try:
                 row = json.loads(text)
@@ -166,7 +189,9 @@ def _json_lines(file: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _json(file: Path) -> Iterator[tuple[int, Row]]:
-    text = _decode(_open(file).read(), file, 1)
+    text = _decode(_read(file), file, 1)
+    if not text.strip():
+        return
     try:
         body = json.loads(text)
     except json.JSONDecodeError as error:
@@ -176,9 +201,10 @@ def _json(file: Path) -> Iterator[tuple[int, Row]]:
         raise UserError(
             f"{file}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})"
         ) from None
-    if isinstance(body, dict):
-        lists = [value for value in body.values() if isinstance(value, list)]
-        body = lists[0] if len(lists) == 1 else [body]  # {"data": [...]}, as SQuAD and others have it
+    if isinstance(body, dict) and isinstance(body.get("data"), list):  # as SQuAD and others have it
+        body = body["data"]
+    if not isinstance(body, list):
+        body = [body]
     for number, row in enumerate(body, start=1):
         yield number, _object(row, f"{file}, item {number}")
 
@@ -193,16 +219,15 @@ def _csv(file: Path) -> Iterator[tuple[int, Row]]:
     csv.field_size_limit(1 << 30)
     with _open(file) as stream:
         lines = (_decode(line, file, number) for number, line in enumerate(stream, start=1))
-        reader = csv.DictReader(lines, restkey="", strict=True)
+        reader = csv.DictReader(lines, strict=True)
         try:
             for row in reader:
-                if row.pop("", None) is not None or None in row.values():
-                    raise UserError(
-                        f"{file}:{reader.line_num}: {len(reader.fieldnames or ())} columns expected"
-                    )
+                if None in row or None in row.values():  # too many values, or too few
+                    columns = len(reader.fieldnames or ())
+                    raise UserError(f"{file}:{reader.line_num}: the row has not {columns} columns")
                 yield reader.line_num, row
         except csv.Error as error:
-            raise UserError(f"{file}:{reader.line_num}: not valid CSV: {error}") from None
+            raise UserError(f"{file}:{reader.reader.line_num}: not valid CSV: {error}") from None
 
 
 def _parquet(file: Path) -> Iterator[tuple[int, Row]]:
@@ -214,10 +239,10 @@ def _parquet(file: Path) -> Iterator[tuple[int, Row]]:
         if file.suffix.lower() == ".parquet":
             table = pyarrow.parquet.ParquetFile(file)
         else:
-            table = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(_open(file).read()))
+            table = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(_read(file)))
         for batch in table.iter_batches(batch_size=1024):
             for row in batch.to_pylist():
                 number += 1
                 yield number, row
     except pyarrow.ArrowException as error:
-        raise UserError(f"{file}: not valid parquet: {error}") from None
+        raise UserError(f"{file}: not valid parquet: {' '.join(str(error).split())}") from None

@@ -67,27 +67,20 @@ class Observer:
         """The id of the W&B run."""
         return self.trackers.wandb_id if self.trackers else None
 
-    def evaluated(self, step: int, tokens_seen: int, eval_loss: float) -> None:
-        """Report an evaluation that no training step belongs to: the one before the first step."""
-        self._row({"step": step, "tokens_seen": tokens_seen, "eval_loss": eval_loss})
+    def evaluated(self, eval_loss: float) -> None:
+        """Report the evaluation before the first step."""
+        self._row({"step": 0, "tokens_seen": 0, "eval_loss": eval_loss})
 
     def step(
-        self,
-        step: int,
-        result: Mapping[str, Any],
-        *,
-        epoch: float,
-        tokens_seen: int,
-        step_s: float,
-        wait_s: float,
+        self, step: int, result: Any, epoch: float, tokens_seen: int, step_s: float, wait_s: float
     ) -> None:
-        """Count one optimizer step. result: the fields of `step.StepResult`."""
-        self.meter.add(result["loss"], result["valid_tokens"], result["tokens"], step_s, wait_s)
+        """Count one optimizer step. result: a `step.StepResult`. step_s: all of the step, wait_s for data."""
+        self.meter.add(result.loss, result.valid_tokens, result.tokens, step_s, wait_s)
         self.last = {
             "step": step,
             "epoch": round(epoch, 6),
-            "lr": result["lr"],
-            "grad_norm": result["grad_norm"],
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
             "tokens_seen": tokens_seen,
         }
 
