@@ -83,7 +83,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     max_steps = recipe.train.max_steps or math.ceil(recipe.train.num_train_epochs * epoch_steps)
     if resume_from and checkpoint.read_trainer(resume_from)["step"] >= max_steps:
         distributed.say(
-            world, f"{output_dir}: finished at step {max_steps}; raise train.max_steps to train on"
+            world, f"{recipe.output_dir}: finished at step {max_steps}; raise train.max_steps to train on"
         )
         return
 
@@ -135,7 +135,8 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         deepspeed=f"ZeRO {ds.zero_stage}, {ds.precision}, {ds_file.name}"
         + (", gradient checkpointing" if ds.gradient_checkpointing else ""),
         device=distributed.describe(world),
-        output=f"{output_dir}" + (f", resumed from step {first:,}" if first else ""),
+        versions=distributed.versions(),
+        output=f"{recipe.output_dir}" + (f", resumed from step {first:,}" if first else ""),
     )
     if args.dry_run:
         observer.say(preview(tokenizer, loader.next_step()[0]))
@@ -179,7 +180,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     if recipe.checkpoint.export:
         folder = output_dir / "hf_model"
         model.export(lm, tokenizer, folder, writer=world.is_main)
-        observer.say(f"exported to {folder}")
+        observer.say(f"exported to {recipe.output_dir}/hf_model")
         if recipe.logging.sample_prompt and world.is_main:
             observer.say(
                 model.sample(folder, recipe.logging.sample_prompt, recipe.logging.sample_tokens, recipe.seed)

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 import torch
-import torch._dynamo  # noqa: F401  zero.Init breaks a first import inside it
+import torch._dynamo  # zero.Init breaks a first import inside it
 import yaml
 from hf_timing import Stopwatch, timed
 from run_clm_data import blocks

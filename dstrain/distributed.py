@@ -97,8 +97,13 @@ def use_cores(place: World) -> int:
 
 
 def start(place: World) -> None:
-    """Start the process group of all ranks. A process without a launcher becomes a group of one."""
-    if "RANK" not in os.environ:
+    """Start the process group of all ranks. One process alone needs no launcher, and takes a free port.
+
+    Raises UserError if the port is taken.
+    """
+    if (
+        place.size == 1 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    ):  # torchrun serves the port itself
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -106,9 +111,17 @@ def start(place: World) -> None:
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK="0", RANK="0", WORLD_SIZE="1"
         )
     os.environ.setdefault("LOCAL_SIZE", str(place.local_size))
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints, on every rank, that it found its op
-        # The environment says all, so there is no MPI to discover.
-        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=10))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints, on every rank, that it found its op
+            # The environment says all, so there is no MPI to discover.
+            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=10))
+    except torch.distributed.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise UserError(
+            f"MASTER_PORT={os.environ['MASTER_PORT']} is in use, perhaps by another job; give this one another: "
+            "deepspeed --master_port N (torchrun: --master-port N)"
+        ) from None
 
 
 def stop() -> None:
@@ -176,6 +189,15 @@ def describe(place: World) -> str:
     """Return the devices in words."""
     ranks = f"{place.size} rank{'s' if place.size > 1 else ''}"
     return f"{device_name()}, {ranks}, {torch.get_num_threads()} CPU threads each"
+
+
+def versions() -> str:
+    """Return what the numbers of a run depend on."""
+    python = ".".join(map(str, sys.version_info[:3]))
+    packages = {"torch": torch, "deepspeed": deepspeed, "transformers": transformers}
+    return f"python {python}, " + ", ".join(
+        f"{name} {package.__version__}" for name, package in packages.items()
+    )
 
 
 def say(place: World, line: str) -> None:

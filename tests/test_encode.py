@@ -130,6 +130,15 @@ def test_pieces_are_cut_where_tokens_end(tokenizer, limit):
         assert sum(piece.endswith("\n") for piece in pieces) > len(pieces) // 2
 
 
+def test_pieces_are_not_cut_inside_white_space(tokenizer):
+    paragraph = "One line.\nTwo lines,\n\n    an indented one.\n\n\n  - and\n  - a list \n of  items\n\n"
+    text = paragraph * 20
+    for limit in range(200, 300, 7):
+        pieces = pieces_of(text, limit)
+        assert len(pieces) > 5
+        assert [token for piece in pieces for token in tokenizer.encode(piece)] == tokenizer.encode(text)
+
+
 @pytest.mark.parametrize(
     "text", ["aaa\n\nbbb\n\nccc", "aaa  bbb  ccc", "aaa \n bbb \n ccc", " " * 30, "x" * 30]
 )
@@ -283,9 +292,7 @@ def masked(tokenizer, messages):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_the_loss_are_the_replies_and_their_turn_ends(family, marks, adds_bos):
     template, specials, bos, turn_end, stripped = FAMILIES[family]
-    if adds_bos and not bos:
-        pytest.skip("no BOS in this family")
-    tokenizer = build(template(GENERATION[marks]), specials, bos, adds_bos)
+    tokenizer = build(template(GENERATION[marks]), specials, bos, adds_bos and bos is not None)
     for name, messages in CHATS.items():
         ids, mask = masked(tokenizer, messages)
         replies = [m["content"] for m in messages if m["role"] == "assistant"]
@@ -342,6 +349,20 @@ def test_the_next_role_is_not_the_end_of_a_turn():
         assert in_loss(tokenizer, ids, mask) == ["One.", f"Two.{EOS}"]
 
 
+def test_an_end_after_the_last_turn_only():
+    template = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}{{ eos_token }}"
+    tokenizer = build(template, ["<|user|>", "<|assistant|>"])
+    ids, mask = masked(tokenizer, chat("user: a", "assistant: One.", "user: b", "assistant: Two."))
+    assert in_loss(tokenizer, ids, mask) == ["One.", f"Two.{EOS}"]
+    assert ids.count(tokenizer.eos_token_id) == 1
+
+
+def test_an_empty_reply_inside_a_token():
+    tokenizer = build("{% for m in messages %}{{ 'the gover' + m.content + 'nment' }}{% endfor %}")
+    ids, mask = masked(tokenizer, chat("user:  x ", "assistant: "))
+    assert in_loss(tokenizer, ids, mask) == [EOS]
+
+
 def test_white_space_before_a_turn_end_belongs_to_it():
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n<|end|>\\n' }}{% endfor %}"
     tokenizer = build(template, ["<|end|>"])
@@ -349,8 +370,9 @@ def test_white_space_before_a_turn_end_belongs_to_it():
     assert [text.strip(" ") for text in in_loss(tokenizer, ids, mask)] == ["One.\n<|end|>", "Two.\n<|end|>"]
 
 
-def test_a_turn_end_that_is_not_flagged_special():
-    tokenizer = build(chatml())
+@pytest.mark.parametrize("marks", GENERATION)
+def test_a_turn_end_that_is_not_flagged_special(marks):
+    tokenizer = build(chatml(GENERATION[marks]))
     tokenizer.add_tokens([AddedToken("<|im_start|>"), AddedToken("<|im_end|>")])
     ids, mask = masked(tokenizer, chat("user: a", "assistant: One.", "user: b", "assistant: Two."))
     assert in_loss(tokenizer, ids, mask) == ["One.<|im_end|>", "Two.<|im_end|>"]

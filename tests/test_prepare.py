@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -14,11 +15,12 @@ import pytest
 from conftest import QUICKSTART
 from transformers import AutoTokenizer
 
-from dstrain.data import prepare as module
 from dstrain.data import sources
 from dstrain.data.encode import Encoder, Encoding
 from dstrain.data.prepare import SourceSpec, prepare
 from dstrain.errors import UserError
+
+module = sys.modules["dstrain.data.prepare"]  # the package's attribute of this name is the function
 
 TEXT = Encoding("text", ("text",), "skip")
 
@@ -97,6 +99,7 @@ def test_the_key_holds_all_that_decides_the_tokens(tmp_path, tokenizer, no_token
         (file, tokenizer, Encoding("prompt_completion", ("text", "other"), "skip")),
         (file, change(lambda t: t.add_tokens(["zz"])), TEXT),
         (file, change(lambda t: t.add_special_tokens({"bos_token": "<s>"})), TEXT),
+        (file, change(lambda t: setattr(t, "eos_token", "!")), TEXT),
         (file, mine, chats),
         (file, no_template, chats),
         (write(tmp_path / "b.jsonl", ["one", "too"]), tokenizer, TEXT),
@@ -202,7 +205,7 @@ def test_many_processes_at_once(tmp_path):
         processes = [context.Process(target=_one_of_many, args=arguments) for _ in range(4)]
         for process in processes:
             process.start()
-        found = [results.get(timeout=60) for _ in processes]
+        found = [results.get(timeout=20) for _ in processes]
         for process in processes:
             process.join(60)
         assert [process.exitcode for process in processes] == [0] * 4
@@ -229,9 +232,12 @@ def test_the_order_does_not_depend_on_the_processes(tmp_path, tokenizer, small_b
             }
             for row in range(20)
         ]
-        (tmp_path / f"{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / "data" / f"{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for encoding in (TEXT, Encoding("messages", ("messages",), "skip")):
-        one, two = (run(tmp_path, tokenizer, tmp_path / f"c{n}", encoding, workers=n) for n in (1, 2))
+        one, two = (
+            run(tmp_path / "data", tokenizer, tmp_path / f"c{n}", encoding, workers=n) for n in (1, 2)
+        )
         names = {file.name for file in one.folder.iterdir()}
         assert names == {file.name for file in two.folder.iterdir()} >= {"tokens.bin", "ends.npy"}
         assert all((one.folder / name).read_bytes() == (two.folder / name).read_bytes() for name in names)

@@ -43,8 +43,8 @@ def draw(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (source, item) for positions in the endless shuffled mixture of several sources.
 
-    positions: (n,) >= 0. An epoch holds round(weight * size) items of each source, shuffled together; within
-    a source no item comes again before all the others came.
+    positions: (n,) >= 0. An epoch holds round(weight * size) items of each source, shuffled together; over
+    the epochs no item of a source is taken again before all the others are.
     """
     shares = epoch_shares(sizes, weights)
     length = sum(shares)
