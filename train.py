@@ -125,7 +125,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     )
     observer.header(
         notes=ds.notes,
-        model=f"{origin.name or 'new'} ({model_config.model_type}), {parameters:,} parameters",
+        model=f"{origin.title} ({model_config.model_type}), {parameters:,} parameters",
         data=data.describe(train_data),
         eval=data.describe(eval_data) if eval_data else "none",
         batch=f"{ds.micro} micro x {ds.gas} gas x {world.size} dp = {ds.global_batch} sequences"
@@ -171,8 +171,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
             raise
         tokens_seen += result.tokens
         observer.step(step, result, step / epoch_steps, tokens_seen, time.perf_counter() - started, waited_s)
-        eval_due = eval_data and is_due(step, recipe.eval.eval_steps, max_steps)
-        observer.report(evaluate() if eval_due else None)
+        observer.report(evaluate() if eval_data and is_due(step, recipe.eval.eval_steps, max_steps) else None)
         if is_due(step, recipe.checkpoint.save_steps, max_steps):
             save(step, loader.state())
     observer.finish()

@@ -35,6 +35,12 @@ class Origin:
     trust_remote_code: bool = False
 
     @property
+    def title(self) -> str:
+        """The name as a person would type it here."""
+        name = self.name or "new"
+        return os.path.relpath(name) if Path(name).is_relative_to(Path.cwd()) else name
+
+    @property
     def options(self) -> dict[str, Any]:
         """Keyword arguments that every `from_pretrained` takes."""
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}

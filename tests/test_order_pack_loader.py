@@ -1,5 +1,6 @@
 """Documents to sequences to micro batches: nothing lost, nothing twice, documents isolated, ranks disjoint."""
 
+import json
 import math
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dstrain import data
 from dstrain.data import pack
 from dstrain.data.loader import IGNORE, Loader, collate, eval_batches
 from dstrain.data.order import draw, epoch_shares, permute
@@ -14,6 +16,7 @@ from dstrain.data.pack import Sequences, best_fit_decreasing, sequences
 from dstrain.errors import UserError
 from dstrain.model import CausalLMLoss
 from dstrain.observe.preview import preview
+from dstrain.recipe import Source
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -193,6 +196,34 @@ def test_best_fit_decreasing(seed):
 def test_an_item_goes_into_the_fullest_bin_that_holds_it():
     offsets, order = best_fit_decreasing([6, 3, 7], 10)
     assert [sorted(bin.tolist()) for bin in np.split(order, offsets[1:-1])] == [[1, 2], [0]]
+
+
+def test_build_and_describe(tmp_path, tokenizer):
+    rows = [*PAIRS, {"prompt": "p", "completion": ""}, {"prompt": "p", "completion": words(90, 0)}]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TEXTS))
+    sources = [
+        Source(path=str(tmp_path / "pairs.jsonl"), format="prompt_completion", weight=0.5).model_dump(),
+        Source(path=str(tmp_path / "texts.jsonl")).model_dump(),
+    ]
+    options = {
+        "max_seq_length": 128,
+        "packing": True,
+        "long_examples": "drop",
+        "empty_rows": "skip",
+        "cache_dir": str(tmp_path / "cache"),
+        "preprocessing_num_workers": 1,
+        "progress": False,
+    }
+    pairs, texts = data.build(sources, tokenizer, **options)
+    assert (len(pairs.tokens.ends), len(texts.tokens.ends)) == (len(PAIRS) + 1, len(TEXTS))
+    count = int(pairs.tokens.ends[-1] + texts.tokens.ends[-1])
+    assert data.describe([pairs, texts]) == (
+        f"{len(PAIRS) + 1 + len(TEXTS)} documents, {count:,} tokens -> {len(pairs) + len(texts)} sequences; "
+        "1 empty rows skipped; 1 over the length"
+    )
+    loader = data.Loader([pairs, texts], 0, 1, 1, 0, 1, 128, 0)
+    assert loader.epoch_sequences == max(1, round(len(pairs) * 0.5)) + len(texts)
 
 
 # ---- isolation and loss, against Transformers

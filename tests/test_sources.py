@@ -9,7 +9,6 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-import zstandard
 
 from dstrain.data import sources
 from dstrain.errors import UserError
@@ -50,7 +49,11 @@ BODIES = {
     "csv with BOM": (".csv", BOM + _csv(ROWS)),
     "parquet": (".parquet", _parquet(ROWS)),
 }
-PACKERS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}
+PACKERS = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".zst": lambda data: pyarrow.Codec("zstd").compress(data, asbytes=True),
+}
 
 
 @pytest.mark.parametrize("compression", PACKERS)
@@ -173,6 +176,16 @@ def test_a_fault_is_told_in_one_line_with_its_place(tmp_path, name, body, said):
         list(sources.read_rows(file))
     assert str(caught.value).startswith(f"{file}{said}")
     assert "\n" not in str(caught.value)
+
+
+def test_large_txt_is_cut_at_line_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_TXT_BYTES", 64)
+    lines = [f"line {number} \N{SNOWMAN}" for number in range(20)]
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+    rows = list(sources.read_rows(tmp_path / "a.txt"))
+    assert len(rows) > 3
+    assert "".join(row["text"] for _, row in rows) == "\n".join(lines)
+    assert all(row["text"].startswith(lines[number - 1]) for number, row in rows)
 
 
 @pytest.mark.parametrize("missing", [1, 5, 20_000])

@@ -41,9 +41,27 @@ def test_what_a_run_shows_and_leaves(straight):
     assert {path.name for path in (run / "checkpoints").iterdir()} >= {"step-2", "step-4", "latest"}
     assert process.stderr == ""
     lines = process.stdout.splitlines()
-    names = ("model", "data", "eval", "batch", "steps", "schedule", "deepspeed", "device", "versions", "output")
+    names = (
+        "model",
+        "data",
+        "eval",
+        "batch",
+        "steps",
+        "schedule",
+        "deepspeed",
+        "device",
+        "versions",
+        "output",
+    )
     assert [line.split()[0] for line in lines[: len(names)]] == list(names)
-    assert [line.split(" ")[0] for line in lines[len(names) :]] == ["eval", "step", "step", "step", "step", "eval"]
+    assert [line.split(" ")[0] for line in lines[len(names) :]] == [
+        "eval",
+        "step",
+        "step",
+        "step",
+        "step",
+        "eval",
+    ]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

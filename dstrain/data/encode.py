@@ -162,8 +162,9 @@ class Encoder:
         in_loss = np.zeros(len(ids), dtype=bool)
         if not spans:
             return ids, in_loss
-        starts, ends = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2).T
-        blank = np.array([text[start:end].isspace() for start, end in encoded.offsets], dtype=bool)
+        offsets = encoded.offsets
+        starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+        blank = np.array([text[start:end].isspace() for start, end in offsets], dtype=bool)
         ending, special = np.isin(ids, self.added) & ~blank, np.isin(ids, self.special)
         solid = np.append(np.flatnonzero(~blank), len(ids))
 

@@ -1,8 +1,8 @@
 """Read rows from local files and Hub datasets, with the place of every fault.
 
 A row is a dict of columns. Local files: jsonl, json, csv, parquet, txt, each also as .gz or .zst. A txt
-file is one document; a json file is a list of objects, {"data": [...]}, one object, or one object a line.
-Memory is bounded, but for json, txt and compressed parquet files, which are read whole.
+file is one document, or where it is larger than 16 MiB several that are cut at line ends; a json file is a list of objects, {"data": [...]}, one object, or one object a line.
+Memory is bounded, but for json and compressed parquet files, which are read whole.
 """
 
 import csv
@@ -22,6 +22,8 @@ COMPRESSIONS = (".gz", ".zst")
 
 Row = dict[str, Any]
 Batch = tuple[int, str, list[tuple[int, Row]]]  # file's number, its name, rows with their places in it
+
+_TXT_BYTES = 16 << 20
 
 _BATCH_CHARACTERS = 1_000_000
 _BATCH_ROWS = 2_000
@@ -99,7 +101,7 @@ def read_rows(file: Path) -> Iterator[tuple[int, Row]]:
         elif ending == ".csv":
             yield from _csv(file)
         else:
-            yield 1, {"text": _decode(_read(file), file, 1)}
+            yield from _txt(file)
     except OSError as error:
         raise UserError(f"{file}: cannot be read to its end: {error}") from None
 
@@ -171,6 +173,15 @@ def _decode(data: bytes, file: Path, line: int) -> str:
         raise UserError(
             f"{file}:{where}: not UTF-8: byte {error.object[error.start]:#04x} is the line's byte {column}"
         ) from None
+
+
+def _txt(file: Path) -> Iterator[tuple[int, Row]]:
+    line = 1
+    with _open(file) as stream:
+        while data := stream.read(_TXT_BYTES):
+            data += stream.readline()
+            yield line, {"text": _decode(data, file, line)}
+            line += data.count(b"\n")
 
 
 def _json_lines(file: Path) -> Iterator[tuple[int, Row]]:
