@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import HERE, ROOT, Log, launcher, read_contender, read_metrics, spread, start
+from common import HERE, ROOT, Log, launcher, read_contender, read_metrics, start
 
 MODEL = {
     "model_type": "llama",
@@ -40,7 +40,8 @@ NAMES = {
     "trl": "TRL SFTTrainer, packing",
 }
 
-Result = tuple[float, float, float]  # tokens in the loss per second, seconds a step, such tokens a step
+# Tokens in the loss per second, seconds a step, such tokens a step, cores that other processes used meanwhile.
+Result = tuple[float, float, float, float]
 
 
 def ours(config: str, steps: int, scratch: Path) -> Result:
@@ -64,8 +65,8 @@ def ours(config: str, steps: int, scratch: Path) -> Result:
     }
     command = [*launcher(), "train.py", "--config", f"{RECIPE}/recipe.yaml"]
     command += ["--deepspeed_config", f"{config}.json"]
-    start(command + [f"{key}={value}" for key, value in overrides.items()], THREADS)
-    return _result(*read_metrics(output))
+    others = start(command + [f"{key}={value}" for key, value in overrides.items()], THREADS)
+    return _result(*read_metrics(output), others)
 
 
 def theirs(mode: str, config: str, steps: int, scratch: Path) -> Result:
@@ -87,13 +88,13 @@ def theirs(mode: str, config: str, steps: int, scratch: Path) -> Result:
     (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     command = [*launcher(), str(HERE / "hf_chat.py"), "--mode", mode]
     command += ["--settings", str(folder / "settings.json"), "--output", str(folder / "result.json")]
-    start(command, THREADS)
-    return _result(*read_contender(folder / "result.json"))
+    others = start(command, THREADS)
+    return _result(*read_contender(folder / "result.json"), others)
 
 
-def _result(step_s: list[float], valid_tokens: list[int]) -> Result:
+def _result(step_s: list[float], valid_tokens: list[int], others: float) -> Result:
     total_s, tokens = sum(step_s), sum(valid_tokens)
-    return tokens / total_s, total_s / len(step_s), tokens / len(step_s)
+    return tokens / total_s, total_s / len(step_s), tokens / len(step_s), others
 
 
 def main() -> None:
@@ -117,20 +118,25 @@ def main() -> None:
             for name in NAMES:
                 run = (args.config, args.steps, Path(scratch))
                 results[name].append(ours(*run) if name == "ours" else theirs(name, *run))
-                print(f"round {number}  {name:8} {results[name][-1][0]:8.0f} tokens/s", flush=True)
+                print(
+                    f"round {number}  {name:8} {results[name][-1][0]:8.0f} tokens/s, others {results[name][-1][3]:.2f} cores",
+                    flush=True,
+                )
     best = {name: max(rounds) for name, rounds in results.items()}
     rows = [
         [NAMES[name], f"{rate:,.0f}", f"{step_s:.3f}", f"{tokens:,.0f}", f"{best['ours'][0] / rate:.2f}"]
-        for name, (rate, step_s, tokens) in best.items()
+        for name, (rate, step_s, tokens, _) in best.items()
     ]
     log.table(["", "tokens in the loss/s", "s/step", "such tokens/step", "ours / it"], rows)
     log("")
     for name, goal in GOALS.items():
         log.goal(f"ours / {NAMES[name]}", best["ours"][0] / best[name][0], goal)
     log("")
-    log("All rounds, in order, tokens in the loss per second")
+    log(
+        "All rounds, in order, tokens in the loss per second; in brackets the cores that other processes used"
+    )
     for name, rounds in results.items():
-        log(f"  {name:8} {spread([rate for rate, *_ in rounds], 0)}")
+        log(f"  {name:8} {'  '.join(f'{rate:.0f} ({others:.1f})' for rate, _, _, others in rounds)}")
     log("")
     log.machine()
 

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[1]
 HERE = Path(__file__).resolve().parent
 WARMUP_STEPS = 5  # not counted: the first steps allocate memory and choose kernels
@@ -86,9 +88,10 @@ def launcher() -> list[str]:
 
 
 def start(command: Sequence[str], threads: int | None) -> float:
-    """Run a contender to its end and return its wall time in seconds; raise with its last lines if it fails.
+    """Run a contender to its end; raise with its last lines if it fails.
 
-    threads: OMP_NUM_THREADS; None leaves it unset, as a user's shell has it.
+    threads: OMP_NUM_THREADS; None leaves it unset, as a user's shell has it. Returns how many cores other
+    processes used meanwhile: a measurement with much of it is disturbed.
     """
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     env |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
@@ -96,11 +99,18 @@ def start(command: Sequence[str], threads: int | None) -> float:
     # Both sides load the compiled DeepSpeed op that the repository built, so that nobody compiles in a run.
     env.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
     env["HF_HUB_OFFLINE"] = "1"
-    started = time.perf_counter()
+    started, others_s = time.perf_counter(), _others_s()
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return time.perf_counter() - started
+    return max(0.0, _others_s() - others_s) / (time.perf_counter() - started)
+
+
+def _others_s() -> float:
+    """Return the core seconds since boot of all processes but this one's children."""
+    machine, mine = psutil.cpu_times(), psutil.Process().cpu_times()
+    busy = sum(machine) - machine.idle - machine.iowait - machine.guest - machine.guest_nice
+    return busy - mine.children_user - mine.children_system
 
 
 def read_metrics(output_dir: Path) -> tuple[list[float], list[int]]:
@@ -121,6 +131,6 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     return " ".join(f"{value:.{digits}f}" for value in values)
 
 
-def median(values: Sequence[float]) -> float:
-    """Return the median."""
-    return statistics.median(values)
+def quarter(values: Sequence[float]) -> float:
+    """Return the value that a quarter of them are below: other load only ever adds time."""
+    return statistics.quantiles(values, n=4)[0] if len(values) > 1 else values[0]

@@ -3,7 +3,8 @@
     python benchmarks/step_time.py [--rounds 3] [--configs zero1_fp32 zero2]
 
 Every contender is a process of its own; rounds go A B C A B C, since machines are noisy. A contender's time
-is the best round's median step. Same model, text, micro batch, precision and DeepSpeed JSON.
+is that of its best round, where a run counts by the lower quartile of its steps, since other
+load only adds time. Same model, text, micro batch, precision and DeepSpeed JSON.
 """
 
 import argparse
@@ -11,15 +12,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import HERE, ROOT, Log, launcher, median, read_contender, read_metrics, spread, start
+from common import HERE, ROOT, Log, launcher, quarter, read_contender, read_metrics, start
 
 CONFIGS = [f"zero{stage}{suffix}" for suffix in ("_fp32", "") for stage in range(4)]
 AS_STARTED = ["zero1_fp32", "zero2"]  # the quickstart's own, and the usual one in bf16
 CORES = 2
 
+Run = tuple[float, float]  # seconds a step, cores that other processes used meanwhile
 
-def ours(config: str, threads: int | None, steps: int, scratch: Path) -> float:
-    """Return the median seconds a step of our quickstart under a DeepSpeed JSON."""
+
+def ours(config: str, threads: int | None, steps: int, scratch: Path) -> Run:
+    """Run our quickstart under a DeepSpeed JSON."""
     output = Path(tempfile.mkdtemp(dir=scratch))
     overrides = {
         "output_dir": output,
@@ -33,12 +36,12 @@ def ours(config: str, threads: int | None, steps: int, scratch: Path) -> float:
     }
     command = [*launcher(), "train.py", "--config", "recipes/quickstart/recipe.yaml"]
     command += ["--deepspeed_config", f"{config}.json"]
-    start(command + [f"{key}={value}" for key, value in overrides.items()], threads)
-    return median(read_metrics(output)[0])
+    others = start(command + [f"{key}={value}" for key, value in overrides.items()], threads)
+    return quarter(read_metrics(output)[0]), others
 
 
-def hf(config: str, threads: int | None, steps: int, scratch: Path) -> float:
-    """Return the same of Hugging Face's Trainer."""
+def hf(config: str, threads: int | None, steps: int, scratch: Path) -> Run:
+    """Run Hugging Face's Trainer."""
     output = Path(tempfile.mkdtemp(dir=scratch)) / "hf.json"
     command = [
         *launcher(),
@@ -47,16 +50,16 @@ def hf(config: str, threads: int | None, steps: int, scratch: Path) -> float:
         str(ROOT / f"ds_configs/{config}.json"),
     ]
     command += ["--steps", str(steps), "--cache_dir", str(scratch / "blocks"), "--output", str(output)]
-    start(command, threads)
-    return median(read_contender(output)[0])
+    others = start(command, threads)
+    return quarter(read_contender(output)[0]), others
 
 
-def bare(precision: str, threads: int | None, steps: int, scratch: Path) -> float:
-    """Return the same of the bare loop, which needs no launcher."""
+def bare(precision: str, threads: int | None, steps: int, scratch: Path) -> Run:
+    """Run the bare loop, which needs no launcher."""
     output = Path(tempfile.mkdtemp(dir=scratch)) / "bare.json"
     command = [sys.executable, str(HERE / "bare_loop.py"), "--precision", precision, "--steps", str(steps)]
-    start([*command, "--cache_dir", str(scratch / "blocks"), "--output", str(output)], threads)
-    return median(read_contender(output)[0])
+    others = start([*command, "--cache_dir", str(scratch / "blocks"), "--output", str(output)], threads)
+    return quarter(read_contender(output)[0]), others
 
 
 def main() -> None:
@@ -71,20 +74,20 @@ def main() -> None:
     plan = [(bare, precision, CORES) for precision in sorted(set(precisions.values()))]
     plan += [(contender, config, CORES) for config in args.configs for contender in (ours, hf)]
     plan += [(contender, config, None) for config in started for contender in (ours, hf)]
-    times: dict[tuple[str, str, int | None], list[float]] = {}
+    runs: dict[tuple[str, str, int | None], list[Run]] = {}
     log = Log("step_time")
     log("Seconds a step, quickstart (4.2M-parameter Llama, micro batch 8 x 256 tokens), one rank.")
-    log(f"{args.rounds} rounds of {args.steps} steps; a run counts by the median of its steps")
+    log(f"{args.rounds} rounds of {args.steps} steps; a run counts by the lower quartile of its steps")
     log("after the fifth, a contender by its best run.")
     log("")
     with tempfile.TemporaryDirectory() as folder:
         for number in range(1, args.rounds + 1):
             for contender, config, threads in plan:
-                seconds = contender(config, threads, args.steps, Path(folder))
-                times.setdefault((contender.__name__, config, threads), []).append(seconds)
+                run = contender(config, threads, args.steps, Path(folder))
+                runs.setdefault((contender.__name__, config, threads), []).append(run)
                 what = f"{contender.__name__:5} {config:11} threads {threads}"
-                print(f"round {number}  {what}  {seconds:.4f} s", flush=True)
-    best = {key: min(values) for key, values in times.items()}
+                print(f"round {number}  {what}  {run[0]:.4f} s, others {run[1]:.2f} cores", flush=True)
+    best = {key: min(rounds)[0] for key, rounds in runs.items()}
 
     log(f"Same number of threads (OMP_NUM_THREADS={CORES})")
     rows, goals = [], []
@@ -112,9 +115,10 @@ def main() -> None:
     for what, reached, goal in goals:
         log.goal(what, reached, goal)
     log("")
-    log("All rounds, in order")
-    for (name, config, threads), values in times.items():
-        log(f"  {name:5} {config:11} threads {threads or 'unset':5}  {spread(values, 4)}")
+    log("All rounds, in order; in brackets the cores that other processes used meanwhile")
+    for (name, config, threads), rounds in runs.items():
+        shown = "  ".join(f"{seconds:.4f} ({others:.1f})" for seconds, others in rounds)
+        log(f"  {name:5} {config:11} threads {threads or 'unset':5}  {shown}")
     log("")
     log.machine()
 

@@ -67,7 +67,15 @@ def launch(
     port = str(20000 + os.getpid() % 20000)
     command = {
         "python": [sys.executable],
-        "deepspeed": [str(scripts / "deepspeed"), "--num_gpus", str(ranks), "--master_port", port],
+        "deepspeed": [
+            str(scripts / "deepspeed"),
+            "--num_gpus",
+            str(ranks),
+            "--master_port",
+            port,
+            "--log_level",
+            "error",
+        ],
         "torchrun": [str(scripts / "torchrun"), "--nproc-per-node", str(ranks), "--master-port", port],
         "accelerate": [
             *(str(scripts / "accelerate"), "launch", "--cpu", "--num_processes", str(ranks)),

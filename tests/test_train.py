@@ -177,8 +177,8 @@ def test_resume_goes_on_as_if_never_stopped(straight, tmp_path):
 
 def test_another_layout_is_refused_in_one_line(straight, tmp_path):
     shutil.copytree(straight[0], tmp_path / "run")
-    recipe = tiny_recipe(tmp_path, checkpoint={"export": False})
-    process = launch("--config", recipe, "--zero_stage", 3, "train.max_steps=6")
+    arguments = (f"output_dir={tmp_path / 'run'}", "--zero_stage", 3, "train.max_steps=6")
+    process = launch("--config", tmp_path / "run", *arguments)
     assert process.returncode == 2
     assert "saved with zero_stage 1, this run has 3" in process.stderr
     assert len(process.stderr.splitlines()) == 1

@@ -101,8 +101,8 @@ class Trackers:
 def _wandb_options(run_name: str, output_dir: Path, wandb_id: str | None) -> dict[str, Any]:
     import wandb
 
-    if "WANDB_MODE" not in os.environ and not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):
-        os.environ["WANDB_MODE"] = "offline"  # a job has nobody to type a key
     settings = wandb.Settings(silent=True, console="off")
     options = {"name": run_name, "dir": str(output_dir), "settings": settings}
+    if "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False):
+        options["mode"] = "offline"  # a job has nobody to type a key
     return options | ({"id": wandb_id, "resume": "allow"} if wandb_id else {})
