@@ -41,7 +41,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="recipe or deepspeed.KEY=value"
     )
-    return parser.parse_args()
+    args, unknown = parser.parse_known_intermixed_args()
+    if unknown:
+        raise UserError(
+            f"command line: {unknown[0]!r} is no option; a recipe's keys are given as section.key=value"
+        )
+    return args
 
 
 def main(args: argparse.Namespace, world: distributed.World) -> None:
@@ -112,13 +117,13 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         loader.load(state["loader"])
 
     # ---- 4. The loop.
-    parameters, step_tokens = model.count_parameters(lm), ds.global_batch * seq_length
+    logs, parameters, step_tokens = recipe.logging, model.count_parameters(lm), ds.global_batch * seq_length
     observer = Observer(
         output_dir,
         is_main=world.is_main,
         max_steps=max_steps,
         first_step=first,
-        logging_steps=recipe.logging.logging_steps,
+        logging_steps=logs.logging_steps,
         world_size=world.size,
         flops_per_token=model.flops_per_token(model_config, parameters, seq_length),
         device=distributed.device_name(),
@@ -144,9 +149,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     if world.is_main:
         saved = config.dump_recipe(recipe, output_dir=str(output_dir), deepspeed="ds_config.json")
         checkpoint.describe(output_dir, options, saved, ds_json, ds.config)
-    observer.start(
-        recipe.logging.report_to, recipe.logging.project, recipe.logging.run_name, options, wandb_id
-    )
+    observer.start(logs.report_to, logs.project, logs.run_name, options, wandb_id)
 
     def evaluate() -> float:
         micro = recipe.eval.eval_micro_batch_size_per_gpu or ds.micro
@@ -171,8 +174,9 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
             raise
         tokens_seen += result.tokens
         observer.step(step, result, step / epoch_steps, tokens_seen, time.perf_counter() - started, waited_s)
-        observer.report(evaluate() if eval_data and is_due(step, recipe.eval.eval_steps, max_steps) else None)
-        if is_due(step, recipe.checkpoint.save_steps, max_steps):
+        eval_due = eval_data and schedule.is_due(step, recipe.eval.eval_steps, max_steps)
+        observer.report(evaluate() if eval_due else None)
+        if schedule.is_due(step, recipe.checkpoint.save_steps, max_steps):
             save(step, loader.state())
     observer.finish()
 
@@ -180,20 +184,13 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         folder = output_dir / "hf_model"
         model.export(lm, tokenizer, folder, writer=world.is_main)
         observer.say(f"exported to {recipe.output_dir}/hf_model")
-        if recipe.logging.sample_prompt and world.is_main:
-            observer.say(
-                model.sample(folder, recipe.logging.sample_prompt, recipe.logging.sample_tokens, recipe.seed)
-            )
-
-
-def is_due(step: int, every: int | None, last: int) -> bool:
-    return step == last or (every is not None and step % every == 0)
+        if logs.sample_prompt and world.is_main:
+            observer.say(model.sample(folder, logs.sample_prompt, logs.sample_tokens, recipe.seed))
 
 
 if __name__ == "__main__":
-    arguments = parse_args()
     try:
-        main(arguments, distributed.prepare())
+        main(parse_args(), distributed.prepare())
     except (UserError, NonFinite) as error:
         distributed.fail(str(error), error.status)
     finally:

@@ -119,8 +119,8 @@ def start(place: World) -> None:
         if "EADDRINUSE" not in str(error):
             raise
         raise UserError(
-            f"MASTER_PORT={os.environ['MASTER_PORT']} is in use, perhaps by another job; give this one another: "
-            "deepspeed --master_port N (torchrun: --master-port N)"
+            f"MASTER_PORT={os.environ['MASTER_PORT']} is in use, perhaps by another job; "
+            "give this one another: deepspeed --master_port N (torchrun: --master-port N)"
         ) from None
 
 

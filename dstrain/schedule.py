@@ -1,4 +1,4 @@
-"""Learning-rate multipliers as pure functions of the step."""
+"""What happens at which step: learning-rate multipliers, evaluation and saving, as pure functions."""
 
 import math
 from collections.abc import Callable
@@ -29,3 +29,8 @@ def multiplier(
         return min_ratio + (1 - min_ratio) * shape
 
     return at
+
+
+def is_due(step: int, every: int | None, last: int) -> bool:
+    """Whether something that happens each `every` steps (None: never), and at the last one, happens now."""
+    return step == last or (every is not None and step % every == 0)

@@ -121,6 +121,26 @@ def test_bad_deepspeed_json_is_one_line(tmp_path, monkeypatch, arguments, messag
     assert "\n" not in str(error.value)
 
 
+def test_command_lines(tmp_path, monkeypatch, capsys):
+    recipe = tiny_recipe(tmp_path)
+    with pytest.raises(
+        UserError, match="'--max_steps' is no option; a recipe's keys are given as section.key=value"
+    ):
+        run(monkeypatch, "--config", recipe, "--max_steps", "10")
+    # Overrides and options in any order, and what the deepspeed launcher puts in.
+    run(
+        monkeypatch,
+        "--local_rank=0",
+        "train.max_steps=7",
+        "--config",
+        recipe,
+        "seed=3",
+        "--dry-run",
+        "train.warmup_steps=2",
+    )
+    assert "2 warm-up steps" in capsys.readouterr().out
+
+
 def documented_commands():
     text = (REPOSITORY / "docs" / "options.md").read_text()
     return re.findall(r"(?m)^python (train\.py .*)$", text)

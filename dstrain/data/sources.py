@@ -1,8 +1,9 @@
 """Read rows from local files and Hub datasets, with the place of every fault.
 
 A row is a dict of columns. Local files: jsonl, json, csv, parquet, txt, each also as .gz or .zst. A txt
-file is one document, or where it is larger than 16 MiB several that are cut at line ends; a json file is a list of objects, {"data": [...]}, one object, or one object a line.
-Memory is bounded, but for json and compressed parquet files, which are read whole.
+file is one document, one over 16 MiB several, cut at line ends; a json file is a list of objects,
+{"data": [...]}, one object, or one object a line. Memory is bounded, but for json and compressed parquet
+files, which are read whole.
 """
 
 import csv
