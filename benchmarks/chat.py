@@ -40,7 +40,7 @@ NAMES = {
     "trl": "TRL SFTTrainer, packing",
 }
 
-# Tokens in the loss per second, seconds a step, such tokens a step, cores that other processes used meanwhile.
+# Tokens in the loss per second, seconds a step, such tokens a step, cores that others used meanwhile.
 Result = tuple[float, float, float, float]
 
 
@@ -118,10 +118,8 @@ def main() -> None:
             for name in NAMES:
                 run = (args.config, args.steps, Path(scratch))
                 results[name].append(ours(*run) if name == "ours" else theirs(name, *run))
-                print(
-                    f"round {number}  {name:8} {results[name][-1][0]:8.0f} tokens/s, others {results[name][-1][3]:.2f} cores",
-                    flush=True,
-                )
+                rate, _, _, others = results[name][-1]
+                print(f"round {number}  {name:8} {rate:6.0f} tokens/s, others {others:.2f} cores", flush=True)
     best = {name: max(rounds) for name, rounds in results.items()}
     rows = [
         [NAMES[name], f"{rate:,.0f}", f"{step_s:.3f}", f"{tokens:,.0f}", f"{best['ours'][0] / rate:.2f}"]

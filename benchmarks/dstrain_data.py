@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from dstrain import data
-from dstrain.config import Source
+from dstrain.recipe import Source
 
 
 def main() -> None:

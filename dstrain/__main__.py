@@ -67,9 +67,11 @@ def import_gguf(
     output: Annotated[Path, typer.Option(help="Folder to write")],
 ) -> None:
     """Turn a GGUF file into a Hugging Face folder that can be trained."""
+    from dstrain import distributed
     from dstrain.gguf import find_gguf
     from dstrain.gguf import import_gguf as convert
 
+    distributed.prepare()  # quiets the libraries
     typer.echo(f"{convert(find_gguf(source), output):,} parameters -> {output}")
 
 

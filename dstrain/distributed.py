@@ -111,6 +111,8 @@ def start(place: World) -> None:
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK="0", RANK="0", WORLD_SIZE="1"
         )
     os.environ.setdefault("LOCAL_SIZE", str(place.local_size))
+    if not on_cpu():
+        torch.cuda.set_device(place.local_rank)
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints, on every rank, that it found its op
             # The environment says all, so there is no MPI to discover.

@@ -273,6 +273,8 @@ def export(model: PreTrainedModel, tokenizer: Any, folder: Path, writer: bool) -
         model.save_pretrained(temporary, state_dict=state, safe_serialization=True)
         tokenizer.save_pretrained(temporary)
         _keep_use_cache(temporary / "config.json")
+        for file in temporary.iterdir():
+            file.chmod(0o666 & ~_umask())  # safetensors are written for the owner alone
         os.replace(temporary, folder) if not folder.exists() else _swap(temporary, folder)
 
 
@@ -280,6 +282,12 @@ def _keep_use_cache(file: Path) -> None:
     body = json.loads(file.read_text(encoding="utf-8"))
     body["use_cache"] = True  # generation wants it, whatever training set
     file.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _swap(new: Path, old: Path) -> None:
