@@ -53,9 +53,9 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     # ---- 1. What to run. The recipe says what is trained, the DeepSpeed JSON how; its "auto" is filled here.
     recipe, ds_overrides = config.load_recipe(args.config, args.overrides)
     options = config.flat(recipe)
-    named = args.deepspeed_config or recipe.deepspeed
-    folders = {"recipe_dir": config.recipe_file(args.config).resolve().parent, "library_dir": LIBRARY}
-    ds_file, ds_json = ds_config.choose(named, args.zero_stage, args.precision, ds_overrides, **folders)
+    asked = (recipe.deepspeed, args.deepspeed_config, args.zero_stage, args.precision, ds_overrides)
+    recipe_dir = config.recipe_file(args.config).resolve().parent
+    ds_file, ds_json = ds_config.choose(*asked, recipe_dir=recipe_dir, library_dir=LIBRARY)
     origin = model.Origin(
         recipe.model.model_name_or_path, recipe.model.revision, recipe.model.trust_remote_code
     )

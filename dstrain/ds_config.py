@@ -237,6 +237,7 @@ def resolve(
 
 def choose(
     name: str,
+    typed: str | None,
     stage: int | None,
     precision: str | None,
     overrides: Mapping[str, Any],
@@ -244,12 +245,21 @@ def choose(
     recipe_dir: Path,
     library_dir: Path,
 ) -> tuple[Path, dict[str, Any]]:
-    """Return the file and the content of the JSON that is asked for: by name, or by the two shorthands.
+    """Return the file and the content of the JSON that is asked for.
+
+    Args:
+        name: the recipe's.
+        typed: the one of the command line, which goes before it; a path from the working directory.
+        stage, precision: the two shorthands, which pick a file of `library_dir`.
+        overrides: see `apply_overrides`.
 
     Raises:
         UserError: see `find_json`, `shorthand`, `load_json` and `apply_overrides`.
     """
-    file = find_json(name, recipe_dir=recipe_dir, library_dir=library_dir)
+    if typed is not None and Path(typed).is_file():
+        file = Path(typed)
+    else:
+        file = find_json(typed or name, recipe_dir=recipe_dir, library_dir=library_dir)
     ds = load_json(file)
     if stage is not None or precision is not None:
         file = find_json(shorthand(stage, precision, ds), recipe_dir=library_dir, library_dir=library_dir)

@@ -141,6 +141,29 @@ def test_command_lines(tmp_path, monkeypatch, capsys):
     assert "2 warm-up steps" in capsys.readouterr().out
 
 
+def test_where_the_deepspeed_json_is_looked_for(tmp_path, monkeypatch, capsys):
+    recipe = tiny_recipe(tmp_path / "recipe", deepspeed="mine.json")
+    (tmp_path / "recipe" / "mine.json").write_text(
+        '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": false}}'
+    )
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "typed.json").write_text(
+        '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": false}}'
+    )
+    monkeypatch.chdir(tmp_path / "here")
+    for arguments, shown in (
+        ((), "ZeRO 2, fp32, mine.json"),
+        (("--deepspeed_config", "typed.json"), "ZeRO 1, fp32, typed.json"),
+        (("--deepspeed_config", "zero3.json"), "ZeRO 3, bf16, zero3.json"),
+        (("deepspeed=typed.json",), "ZeRO 1, fp32, typed.json"),
+        (("--zero_stage", "0"), "ZeRO 0, fp32, zero0_fp32.json"),
+        (("--precision", "bf16"), "ZeRO 2, bf16, zero2.json"),
+        (("deepspeed.zero_optimization.stage=1",), "ZeRO 1, fp32, mine.json"),
+    ):
+        run(monkeypatch, "--config", recipe, "--dry-run", *arguments)
+        assert shown in capsys.readouterr().out
+
+
 def documented_commands():
     text = (REPOSITORY / "docs" / "options.md").read_text()
     return re.findall(r"(?m)^python (train\.py .*)$", text)
