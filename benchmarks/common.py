@@ -99,25 +99,25 @@ def start(command: Sequence[str], threads: int | None) -> float:
     # Both sides load the compiled DeepSpeed op that the repository built, so that nobody compiles in a run.
     env.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
     env["HF_HUB_OFFLINE"] = "1"
-    _wait_for_quiet()
-    started, others_s = time.perf_counter(), _others_s()
+    wait_for_quiet()
+    started, others = time.perf_counter(), others_s()
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return max(0.0, _others_s() - others_s) / (time.perf_counter() - started)
+    return max(0.0, others_s() - others) / (time.perf_counter() - started)
 
 
-def _wait_for_quiet(limit_s: float = 60.0, cores: float = 0.2) -> None:
+def wait_for_quiet(limit_s: float = 60.0, cores: float = 0.2) -> None:
     """Wait until other processes leave the machine alone for two seconds, but not for ever."""
     end = time.perf_counter() + limit_s
     while time.perf_counter() < end:
-        before = _others_s()
+        before = others_s()
         time.sleep(2)
-        if _others_s() - before < 2 * cores:
+        if others_s() - before < 2 * cores:
             return
 
 
-def _others_s() -> float:
+def others_s() -> float:
     """Return the core seconds since boot of all processes but this one's children."""
     machine, mine = psutil.cpu_times(), psutil.Process().cpu_times()
     busy = sum(machine) - machine.idle - machine.iowait - machine.guest - machine.guest_nice
@@ -135,11 +135,6 @@ def read_contender(file: Path) -> tuple[list[float], list[int]]:
     """Return the same of a contender that wrote `{"step_s": [...], "valid_tokens": [...]}`."""
     body: Mapping[str, list[Any]] = json.loads(file.read_text(encoding="utf-8"))
     return body["step_s"][WARMUP_STEPS:], body["valid_tokens"][WARMUP_STEPS:]
-
-
-def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Return the values of all rounds, in their order."""
-    return " ".join(f"{value:.{digits}f}" for value in values)
 
 
 def quarter(values: Sequence[float]) -> float:

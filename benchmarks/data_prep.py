@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from common import HERE, ROOT, Log, spread
+from common import HERE, ROOT, Log, others_s, wait_for_quiet
 
 DOCUMENTS = ROOT / "recipes/quickstart/data/factbook_docs_train.jsonl"
 TOKENIZER = ROOT / "recipes/quickstart/tokenizer"
@@ -38,6 +38,7 @@ class Result:
     tokens: int
     disk_mib: float
     memory_mib: float
+    others: float  # cores that other processes used meanwhile
 
 
 def write_long(file: Path, megabytes: int) -> None:
@@ -66,6 +67,8 @@ def prepare(contender: str, file: Path, scratch: Path) -> Result:
     shutil.rmtree(cache, ignore_errors=True)
     cache.mkdir()
     command = [sys.executable, str(HERE / CONTENDERS[contender]), str(file), str(TOKENIZER)]
+    wait_for_quiet()
+    started, others = time.perf_counter(), others_s()
     process = subprocess.Popen(
         [*command, str(cache), str(output)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
@@ -76,9 +79,10 @@ def prepare(contender: str, file: Path, scratch: Path) -> Result:
     watcher.join()
     if process.returncode:
         raise RuntimeError(errors[-4000:])
+    others = (others_s() - others) / (time.perf_counter() - started)
     body = json.loads(output.read_text(encoding="utf-8"))
     disk = sum(entry.stat().st_size for entry in cache.rglob("*") if entry.is_file())
-    return Result(body["seconds"], body["tokens"], disk / 2**20, peak[0] / 2**20)
+    return Result(body["seconds"], body["tokens"], disk / 2**20, peak[0] / 2**20, others)
 
 
 def _watch(pid: int, peak: list[int]) -> None:
@@ -149,9 +153,10 @@ def main() -> None:
     grown = longer.memory_mib / best["long", "ours"].memory_mib
     log(f"ours, peak memory of 4 times the text / of the text: {grown:.2f}")
     log("")
-    log("All rounds, in order, seconds")
+    log("All rounds, in order, seconds; in brackets the cores that others used")
     for (corpus, contender), rounds in results.items():
-        log(f"  {corpus:5}  {contender:7}  {spread([result.seconds for result in rounds], 1)}")
+        shown = "  ".join(f"{one.seconds:.1f} ({one.others:.1f})" for one in rounds)
+        log(f"  {corpus:5}  {contender:7}  {shown}")
     log("")
     log.machine()
 

@@ -68,7 +68,7 @@ def engine_of(lm, stage, micro=2, gas=1, precision="fp32", clip=0.5, at=lambda d
         "gradient_accumulation_steps": gas,
         "gradient_clipping": clip,
         "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.99], "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.99], "torch_adam": True, "fused": True}},
         "bf16": {"enabled": precision == "bf16"},
     }
     engine, *_ = deepspeed.initialize(
@@ -243,7 +243,7 @@ def test_eval_weights_by_token(process_group):
         torch.nn.functional.cross_entropy(x, b["labels"][0], reduction="sum")
         for x, b in zip(logits, step, strict=True)
     ]
-    expected = float(sum(sums)) / sum(int((b["labels"] >= 0).sum()) for b in step)
+    expected = sum(sums).item() / sum(int((b["labels"] >= 0).sum()) for b in step)
     assert eval_step(engine, step) == pytest.approx(expected, rel=1e-6)
     assert engine.module.training
 
