@@ -68,7 +68,10 @@ def engine_of(lm, stage, micro=2, gas=1, precision="fp32", clip=0.5, at=lambda d
         "gradient_accumulation_steps": gas,
         "gradient_clipping": clip,
         "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.99], "torch_adam": True, "fused": True}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-2, "betas": [0.9, 0.99], "torch_adam": True, "fused": True},
+        },
         "bf16": {"enabled": precision == "bf16"},
     }
     engine, *_ = deepspeed.initialize(
