@@ -17,66 +17,58 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dstrain import checkpoint, config, data, distributed, ds_config, model, ops, schedule
 from dstrain.distributed import deepspeed
-from dstrain.errors import UserError
+from dstrain.errors import OneLineParser, UserError
 from dstrain.observe import Observer, check_trackers, preview
+from dstrain.probe import check_isolation
 from dstrain.step import NonFinite, eval_step, train_step, undo_first_update
 
 LIBRARY = Path(__file__).resolve().parent / "ds_configs"
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--config", required=True, metavar="FILE", help="recipe.yaml, or the folder that holds it"
-    )
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, metavar="FILE", help="recipe.yaml, or the folder it is in")
     parser.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON instead of the recipe's")
     parser.add_argument("--zero_stage", type=int, choices=[0, 1, 2, 3], help="pick a file of ds_configs/")
     parser.add_argument("--precision", choices=["bf16", "fp16", "fp32"], help="pick a file of ds_configs/")
     parser.add_argument(
-        "--dry-run", action="store_true", help="build all, show the first batch, write nothing"
+        "--dry-run", action="store_true", help="show the first batch, train and write nothing"
     )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher puts it in
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="recipe or deepspeed.KEY=value"
     )
-    args, unknown = parser.parse_known_intermixed_args()
-    if unknown:
-        raise UserError(
-            f"command line: {unknown[0]!r} is no option; a recipe's keys are given as section.key=value"
-        )
-    return args
+    return parser.parse_args()
 
 
 def main(args: argparse.Namespace, world: distributed.World) -> None:
     # ---- 1. What to run. The recipe says what is trained, the DeepSpeed JSON how; its "auto" is filled here.
     recipe, ds_overrides = config.load_recipe(args.config, args.overrides)
-    options = config.flat(recipe)
     asked = (recipe.deepspeed, args.deepspeed_config, args.zero_stage, args.precision, ds_overrides)
     recipe_dir = config.recipe_file(args.config).resolve().parent
     ds_file, ds_json = ds_config.choose(*asked, recipe_dir=recipe_dir, library_dir=LIBRARY)
     origin = model.Origin(
         recipe.model.model_name_or_path, recipe.model.revision, recipe.model.trust_remote_code
     )
-    model_config = model.load_config(origin, recipe.model.config)
+    tokenizer = model.load_tokenizer(origin, recipe.model.tokenizer_name_or_path, recipe.model.chat_template)
+    model_config = model.load_config(origin, recipe.model.config, tokenizer)
     ds = ds_config.resolve(
         ds_json,
         ds_file=str(ds_file),
         recipe_file=args.config,
-        values=options,
+        values=config.flat(recipe),
         explicit=config.explicit_keys(recipe),
         dp_size=world.size,
         hidden_size=model_config.get_text_config().hidden_size,
         on_cpu=distributed.on_cpu(),
     )
+    options = config.flat(recipe) | ds.in_force
     check_trackers(recipe.logging.report_to)
     output_dir = Path(recipe.output_dir).expanduser().resolve()
     checkpoint.claim(output_dir, options)
     resume_from = checkpoint.find(output_dir, recipe.checkpoint.resume_from_checkpoint)
 
     # ---- 2. Data, before the process group: tokenizing may take longer than ranks wait for one another.
-    tokenizer = model.load_tokenizer(origin, recipe.model.tokenizer_name_or_path, recipe.model.chat_template)
     seq_length, pad_id = recipe.data.max_seq_length, tokenizer.eos_token_id
     model.check_fit(model_config, tokenizer, seq_length)
     how = recipe.data.model_dump(exclude={"train", "eval"}) | {"progress": world.is_main}
@@ -86,7 +78,9 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     loader = data.Loader(train_data, recipe.seed, ds.micro, ds.gas, world.rank, world.size, width, pad_id)
     epoch_steps = loader.epoch_sequences / ds.global_batch
     max_steps = recipe.train.max_steps or math.ceil(recipe.train.num_train_epochs * epoch_steps)
-    if resume_from and checkpoint.read_trainer(resume_from)["step"] >= max_steps:
+    finished = resume_from is not None and checkpoint.read_trainer(resume_from)["step"] >= max_steps
+    exported = (output_dir / "hf_model").exists() or not recipe.checkpoint.export
+    if finished and exported and not args.dry_run:
         distributed.say(
             world, f"{recipe.output_dir}: finished at step {max_steps}; raise train.max_steps to train on"
         )
@@ -110,6 +104,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         config=ds.config,
     )
     undo_first_update(engine)
+    check_isolation(engine, recipe.data.packing)
     first, tokens_seen, wandb_id = 0, 0, None
     if resume_from and not args.dry_run:
         state = checkpoint.load(engine, resume_from, world)
@@ -147,6 +142,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         observer.say(preview(tokenizer, loader.next_step()[0]))
         return
     if world.is_main:
+        lock = checkpoint.lock(output_dir)  # noqa: F841  held as long as it is alive
         saved = config.dump_recipe(recipe, output_dir=str(output_dir), deepspeed="ds_config.json")
         checkpoint.describe(output_dir, options, saved, ds_json, ds.config)
     observer.start(logs.report_to, logs.project, logs.run_name, options, wandb_id)
@@ -185,7 +181,11 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         model.export(lm, tokenizer, folder, writer=world.is_main)
         observer.say(f"exported to {recipe.output_dir}/hf_model")
         if logs.sample_prompt and world.is_main:
-            observer.say(model.sample(folder, logs.sample_prompt, logs.sample_tokens, recipe.seed))
+            observer.say(
+                model.sample(
+                    folder, origin.trust_remote_code, logs.sample_prompt, logs.sample_tokens, recipe.seed
+                )
+            )
 
 
 if __name__ == "__main__":

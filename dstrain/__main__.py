@@ -95,6 +95,8 @@ def unigram(
     from dstrain.config import load_recipe
 
     recipe, _ = load_recipe(config)
+    if recipe.data.eval is None:
+        raise UserError(f"{config}: data.eval is missing; there is nothing held out")
     origin = model.Origin(recipe.model.model_name_or_path)
     tokenizer = model.load_tokenizer(origin, recipe.model.tokenizer_name_or_path, None)
     counts = []

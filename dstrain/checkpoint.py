@@ -15,15 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from dstrain import distributed
 from dstrain.errors import UserError
+
+_FALL_BACK = "delete this folder to go on from the checkpoint before it"
+_HYPERPARAMETERS = ("initial_lr", "betas", "eps", "weight_decay", "momentum")
 
 # Recipe keys that may change between the two halves of one run.
 _MAY_CHANGE = (
     "output_dir",
     "deepspeed",
     "train.max_steps",
+    "train.num_train_epochs",
+    # What the batch, the optimizer and the schedule come to is compared under `in_force`.
+    "train.train_micro_batch_size_per_gpu",
+    "train.gradient_accumulation_steps",
+    "train.global_batch",
     "data.cache_dir",
     "data.preprocessing_num_workers",
     "eval.",
@@ -54,8 +63,8 @@ def save(
     torch.save(distributed.rng_state(), temporary / f"rng-rank{place.rank}.pt")
     distributed.barrier()
     if place.is_main:
-        layout = {"ranks": place.size, "zero_stage": engine.zero_optimization_stage()}
-        _write(temporary / "trainer.json", json.dumps({"step": step, **layout, **trainer}, indent=2))
+        body = {"step": step, **_layout(engine, place), **trainer}
+        _write(temporary / "trainer.json", json.dumps(body, indent=2))
         final = root / f"step-{step}"
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
@@ -68,14 +77,21 @@ def save(
 def find(output_dir: Path, resume_from: str) -> Path | None:
     """Return the step folder to resume from, or None to start afresh.
 
-    resume_from: `auto` (the newest of output_dir), `never`, or an output folder or step folder.
-    Raises UserError if a named place holds no checkpoint.
+    resume_from: `auto` (the newest of output_dir), `never`, or an output folder or step folder from which a
+    new run begins; once it has checkpoints of its own, they go before.
+    Raises UserError if a named place holds no checkpoint, or with `never` if output_dir does.
     """
+    own = _newest(output_dir / "checkpoints")
     if resume_from == "never":
+        if own:
+            raise UserError(
+                f"checkpoint.resume_from_checkpoint='never', but output_dir={str(output_dir)!r} holds "
+                f"{own.name}; choose another output_dir"
+            )
         return None
-    if resume_from == "auto":
-        return _newest(output_dir / "checkpoints")
-    named = Path(resume_from).expanduser()
+    if own or resume_from == "auto":
+        return own
+    named = Path(resume_from)
     for folder in (named, named / "checkpoints"):
         if (folder / "trainer.json").exists():
             return folder
@@ -88,33 +104,67 @@ def find(output_dir: Path, resume_from: str) -> Path | None:
 
 
 def read_trainer(folder: Path) -> dict[str, Any]:
-    """Return what `save` was given as `trainer`, with `step`, `ranks` and `zero_stage`."""
-    return json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
+    """Return what `save` was given as `trainer`, with `step` and the layout.
+
+    Raises UserError if the file is damaged.
+    """
+    try:
+        return json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{folder}/trainer.json: damaged ({error}); {_FALL_BACK}") from None
 
 
 def load(engine: Any, folder: Path, place: distributed.World) -> dict[str, Any]:
     """Restore the engine and this rank's generators, and return the trainer's part.
 
-    Raises UserError if the checkpoint is of another number of ranks or ZeRO stage.
+    Learning rate, betas, epsilon and weight decay stay those that the engine was made with: the recipe
+    decides, not the file. Raises UserError if the checkpoint is damaged or of another layout.
     """
     trainer = read_trainer(folder)
-    layout = {"ranks": place.size, "zero_stage": engine.zero_optimization_stage()}
-    for key, value in layout.items():
+    for key, value in _layout(engine, place).items():
         if trainer[key] != value:
             raise UserError(
                 f"{folder}: saved with {key} {trainer[key]}, this run has {value}; start it with the same"
             )
-    with _weights_only():
-        path, _ = engine.load_checkpoint(str(folder.parent), tag=folder.name)
-        if path is None:
-            raise UserError(f"{folder}: DeepSpeed finds no checkpoint in it")
-        rng = torch.load(folder / f"rng-rank{place.rank}.pt", map_location="cpu")
+    scheduler = engine.lr_scheduler
+    peaks = list(scheduler.base_lrs)
+    groups = [{k: v for k, v in g.items() if k in _HYPERPARAMETERS} for g in scheduler.optimizer.param_groups]
+    try:
+        with _weights_only():
+            path, _ = engine.load_checkpoint(str(folder.parent), tag=folder.name)
+            rng = torch.load(folder / f"rng-rank{place.rank}.pt", map_location="cpu")
+    except Exception as error:  # a damaged file shows itself in many ways
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise UserError(
+            f"{folder}: cannot be loaded: {type(error).__name__}: {reason}; {_FALL_BACK}"
+        ) from None
+    if path is None:
+        raise UserError(f"{folder}: DeepSpeed finds no checkpoint in it; {_FALL_BACK}")
     distributed.set_rng_state(rng)
+    scheduler.base_lrs = peaks
+    for group, own, peak, at in zip(
+        scheduler.optimizer.param_groups, groups, peaks, scheduler.lr_lambdas, strict=True
+    ):
+        group.update(own, lr=peak * at(scheduler.last_epoch))
+    scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
     return trainer
+
+
+def _layout(engine: Any, place: distributed.World) -> dict[str, Any]:
+    """Return what the files of a checkpoint depend on."""
+    precision = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
+    return {"ranks": place.size, "zero_stage": engine.zero_optimization_stage(), "precision": precision}
 
 
 def claim(output_dir: Path, recipe: Mapping[str, Any]) -> None:
     """Raise UserError if `output_dir` holds a run of another recipe. `recipe`: all options by dotted key."""
+    for parent in (output_dir, *output_dir.parents):
+        if parent.exists():
+            if not (parent.is_dir() and os.access(parent, os.W_OK)):
+                raise UserError(
+                    f"output_dir={str(output_dir)!r}: {parent} is no folder that can be written to"
+                )
+            break
     file = output_dir / "resolved" / "recipe.json"
     if not file.exists():
         if (output_dir / "checkpoints").exists() or (output_dir / "metrics.jsonl").exists():
@@ -129,6 +179,19 @@ def claim(output_dir: Path, recipe: Mapping[str, Any]) -> None:
                 f"output_dir={str(output_dir)!r}: holds a different run: "
                 f"{key} is {saved.get(key)!r} there and {now.get(key)!r} here; choose another output_dir"
             )
+
+
+def lock(output_dir: Path) -> FileLock:
+    """Take the folder for this process, until it ends. Raises UserError if another run has it."""
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        held = FileLock(output_dir / ".lock")
+        held.acquire(timeout=0)
+    except Timeout:
+        raise UserError(f"output_dir={str(output_dir)!r}: another run is writing there") from None
+    except OSError as error:
+        raise UserError(f"output_dir={str(output_dir)!r}: cannot be written: {error.strerror}") from None
+    return held
 
 
 def _by_leaf(value: Any, prefix: str = "") -> dict[str, Any]:

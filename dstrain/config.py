@@ -71,11 +71,11 @@ _StrictLoader.add_implicit_resolver(
 
 
 def _parse_yaml(text: str, name: str) -> Any:
-    loader = _StrictLoader(text)
-    loader.name = name
     try:
+        loader = _StrictLoader(text)
+        loader.name = name
         return loader.get_single_data()
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, TypeError) as error:  # TypeError: a key that is a list or a mapping
         mark = getattr(error, "problem_mark", None)
         where = f"{name}:{mark.line + 1}" if mark else name
         raise UserError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
@@ -95,6 +95,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe
         raise UserError(f"{path}: no such recipe{_nearest_file(file)}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     if not isinstance(raw, dict):
         raise UserError(f"{path}: a recipe is a mapping of sections, such as 'train:' and 'data:'")
     _absolute_paths(raw, file.resolve().parent)
@@ -202,6 +204,13 @@ def _absolute_paths(raw: dict[str, Any], folder: Path) -> None:
         for key in ("train", "eval"):
             if key in data and data[key] is not None:
                 data[key] = _local_sources(data[key], folder, local)
+    checkpoint = raw.get("checkpoint")
+    if isinstance(checkpoint, dict) and checkpoint.get("resume_from_checkpoint") not in (
+        "auto",
+        "never",
+        None,
+    ):
+        checkpoint["resume_from_checkpoint"] = local(checkpoint["resume_from_checkpoint"], True)
     if isinstance(raw.get("deepspeed"), str) and (folder / raw["deepspeed"]).is_file():
         raw["deepspeed"] = str(folder / raw["deepspeed"])
 

@@ -61,6 +61,18 @@ class Resolved:
     ops: tuple[str, ...]  # DeepSpeed's op builders, beside shm_comm on a CPU, that must be built
     notes: tuple[str, ...]  # a printed line each
 
+    @property
+    def in_force(self) -> dict[str, Any]:
+        """What decides the losses of a run, by name: a run may be resumed only with the same."""
+        names = (
+            "global_batch learning_rate betas eps weight_decay gradient_clipping lr_scheduler_type "
+            "warmup_steps warmup_ratio min_lr_ratio"
+        )
+        values = {f"in_force.{name}": getattr(self, name) for name in names.split()}
+        # As JSON gives them back.
+        values["in_force.betas"] = list(self.betas) if self.betas else None
+        return values | {"in_force.optimizer": self.config["optimizer"]["type"]}
+
 
 def find_json(name: str, *, recipe_dir: Path, library_dir: Path) -> Path:
     """Return the path of a JSON: a path from the recipe's folder, or a bare name there or in `library_dir`.
@@ -105,9 +117,11 @@ def load_json(path: Path) -> dict[str, Any]:
     Raises:
         UserError: comments, trailing commas, NaN, duplicate keys or no object, with the file and the line.
     """
-    text = path.read_text(encoding="utf-8")
     try:
+        text = path.read_text(encoding="utf-8")
         ds = json.loads(text)
+    except (UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
     except json.JSONDecodeError as error:
         hint = "; comments and trailing commas are not JSON" if re.search(r"//|#|/\*|,\s*[}\]]", text) else ""
         raise UserError(f"{path}:{error.lineno}: {error.msg}{hint}") from None
@@ -199,6 +213,12 @@ def resolve(
     offload = lookup(zero, "offload_optimizer.device") in ("cpu", "nvme")
     optimizer = resolve_optimizer(config, settings, offload=offload, on_cpu=on_cpu)
     schedule = resolve_schedule(config, settings, optimizer.learning_rate)
+    if optimizer.block["type"].lower() == "adagrad" and stage > 0 and not offload:
+        raise UserError(f"{ds_file}: optimizer.type=Adagrad fails in DeepSpeed under ZeRO {stage}; use AdamW")
+    if config.pop("compile", None):
+        raise UserError(
+            f"{ds_file}: compile is read only by DeepCompile, which is not used here; remove the block"
+        )
     config["optimizer"] = optimizer.block
     config.pop("scheduler", None)  # the recipe's schedule is passed to deepspeed.initialize instead
     fill_buckets(zero, hidden_size, ds_file)
@@ -256,6 +276,10 @@ def choose(
     Raises:
         UserError: see `find_json`, `shorthand`, `load_json` and `apply_overrides`.
     """
+    if typed is not None and (stage is not None or precision is not None):
+        raise UserError(
+            "command line: --deepspeed_config names a file, and --zero_stage and --precision another"
+        )
     if typed is not None and Path(typed).is_file():
         file = Path(typed)
     else:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -21,6 +22,7 @@ from transformers import (
 
 from dstrain.errors import UserError, nearest
 from dstrain.loss import token_loss
+from dstrain.probe import is_mixture
 
 # What the engine keeps its weights in; autocast keeps them in fp32.
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,7 +57,8 @@ def load_tokenizer(origin: Origin, name: str | None, chat_template: str | None) 
     if name is None:
         raise UserError("model.tokenizer_name_or_path is missing: a new model has no tokenizer of its own")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **origin.options)
+        own = origin.options if name == origin.name else {"trust_remote_code": origin.trust_remote_code}
+        tokenizer = AutoTokenizer.from_pretrained(name, **own)
     except Exception as error:  # OSError, ValueError, and the hub's own kinds
         raise UserError(f"{name}: no tokenizer: {_reason(error)}") from None
     if not getattr(tokenizer, "is_fast", False):
@@ -70,8 +73,11 @@ def load_tokenizer(origin: Origin, name: str | None, chat_template: str | None) 
     return tokenizer
 
 
-def load_config(origin: Origin, overrides: dict[str, Any]) -> PreTrainedConfig:
-    """Return the config of saved weights with `overrides`, or a new one of overrides["model_type"]."""
+def load_config(origin: Origin, overrides: dict[str, Any], tokenizer: Any) -> PreTrainedConfig:
+    """Return the config of saved weights with `overrides`, or a new one of overrides["model_type"].
+
+    A new model gets the ids of the tokenizer's first and end token, with which generation begins and stops.
+    """
     if origin.name is None:
         kind = overrides.get("model_type")
         if kind is None:
@@ -87,12 +93,17 @@ def load_config(origin: Origin, overrides: dict[str, Any]) -> PreTrainedConfig:
         except Exception as error:  # OSError, ValueError, and the hub's own kinds
             raise UserError(f"model.model_name_or_path={origin.name!r}: {_reason(error)}") from None
     known = config.to_dict()
+    if overrides.get("output_router_logits"):
+        raise UserError("model.config.output_router_logits: the experts' auxiliary loss is not trained here")
     for key in overrides:
         if key not in known:
             raise UserError(f"model.config.{key}: {config.model_type} has no such field{nearest(key, known)}")
     try:
         # Made anew, so that values which follow from others do.
-        return type(config).from_dict(known | overrides) if origin.name else type(config)(**overrides)
+        if origin.name:
+            return type(config).from_dict(known | overrides)
+        ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+        return type(config)(**(ends | overrides))
     except Exception as error:  # strict configs raise their own kinds for a wrong value
         raise UserError(f"model.config: {_reason(error)}") from None
 
@@ -111,6 +122,17 @@ def check_fit(config: PreTrainedConfig, tokenizer: Any, max_seq_length: int) -> 
             f"data.max_seq_length={max_seq_length} is beyond the model's {positions} positions; lower it, "
             "or raise model.config.max_position_embeddings (rotary models: with rope_parameters to match)"
         )
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """Keep Transformers' table of missing weights off the screen; one line of ours says it."""
+    before = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.utils.logging.set_verbosity(before)
 
 
 @contextmanager
@@ -147,7 +169,7 @@ def build(
             return AutoModelForCausalLM.from_config(
                 config, attn_implementation=attn_implementation, dtype=torch.float32
             )
-        with zero3_init(zero3_config):
+        with zero3_init(zero3_config), _errors_only():
             model, report = AutoModelForCausalLM.from_pretrained(
                 origin.name,
                 config=config,
@@ -156,8 +178,9 @@ def build(
                 output_loading_info=True,
                 **origin.options,
             )
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"model {origin.name or config.model_type}: {_reason(error)}") from None
+    except Exception as error:  # a config can be wrong, and a file damaged, in more ways than have a name
+        reason = f"{type(error).__name__}: {_reason(error)}"
+        raise UserError(f"model {origin.title} ({config.model_type}) cannot be built: {reason}") from None
     if missing := sorted(report["missing_keys"]):
         raise UserError(
             f"{origin.name}: {len(missing)} weights are not in the checkpoint, first {missing[0]!r}"
@@ -207,8 +230,10 @@ class CausalLMLoss(nn.Module):
         super().__init__()
         self.model = model
         self._in_loss: torch.Tensor | None = None
-        assert model.base_model is not model, f"{type(model).__name__} has no decoder to hook"
-        model.base_model.register_forward_hook(self._select)
+        # Flash attention heeds positions that restart only in a batch of one row.
+        self._one_row = str(model.config._attn_implementation).startswith("flash_attention")
+        decoder = model.get_decoder()
+        (model.base_model if decoder in (None, model) else decoder).register_forward_hook(self._select)
 
     def _select(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._in_loss is not None:  # (batch, seq, hidden) -> (1, tokens in the loss, hidden)
@@ -227,24 +252,32 @@ class CausalLMLoss(nn.Module):
         Documents are isolated by `position_ids` that restart, which Transformers heeds only without a cache
         and without an attention mask.
         """
+        if self._one_row:
+            input_ids, labels, position_ids = (x.reshape(1, -1) for x in (input_ids, labels, position_ids))
         in_loss = labels >= 0
         self._in_loss = in_loss
         try:
             logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
         finally:
             self._in_loss = None
+        if logits.shape[0] != 1:
+            raise UserError(f"model {type(self.model).__name__}: its output head does not follow its decoder")
         return token_loss(logits[0], labels[in_loss]), in_loss.sum()
 
 
-def flops_per_token(config: PreTrainedConfig, parameters: int, seq_length: int) -> float:
+def flops_per_token(config: PreTrainedConfig, parameters: int, seq_length: int) -> float | None:
     """Return the model's floating-point operations per trained token, forward and backward.
+
+    None where this formula does not hold: experts, of which a token takes a few, and layers without heads.
 
     6 N + 12 L H Q T (Chowdhery et al. 2022, PaLM, appendix B): N parameters without the input embedding, L
     layers, H heads of size Q, T tokens of context. Recomputation is not counted.
     """
     text = config.get_text_config()
-    heads, head = text.num_attention_heads, getattr(text, "head_dim", None)
-    head = head or text.hidden_size // heads
+    heads = getattr(text, "num_attention_heads", None)
+    if is_mixture(config) or not heads:
+        return None
+    head = getattr(text, "head_dim", None) or text.hidden_size // heads
     embedding = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size
     return 6 * (parameters - embedding) + 12 * text.num_hidden_layers * heads * head * seq_length
 
@@ -294,6 +327,7 @@ def _swap(new: Path, old: Path) -> None:
     import shutil
 
     aside = old.with_name(f"{old.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed just here
     old.rename(aside)
     new.rename(old)
     shutil.rmtree(aside)
@@ -303,10 +337,10 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def sample(folder: Path, prompt: str, new_tokens: int, seed: int) -> str:
+def sample(folder: Path, trust_remote_code: bool, prompt: str, new_tokens: int, seed: int) -> str:
     """Load an exported model as any user would, and return `prompt` with a sampled continuation."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     torch.manual_seed(seed)
     ids = model.generate(

@@ -27,6 +27,11 @@ _BUILDERS = {
     "cpu_adagrad": "CPUAdagradBuilder",
     "fused_adam": "FusedAdamBuilder",
     "async_io": "AsyncIOBuilder",
+    "pin_memory": "PinMemoryBuilder",
+    "fused_lion": "FusedLionBuilder",
+    "fused_lamb": "FusedLambBuilder",
+    "quantizer": "QuantizerBuilder",
+    "gds": "GDSBuilder",
 }
 COLLECTIVES = ("deepspeed_shm_comm",)  # every process group on a CPU
 

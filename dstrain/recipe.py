@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class _Section(BaseModel):
@@ -40,6 +40,16 @@ def _as_sources(value: Any) -> Any:
     return [{"path": item} if isinstance(item, str) else item for item in items]
 
 
+def _without_weights(sources: tuple[Source, ...] | None) -> tuple[Source, ...] | None:
+    if any("weight" in source.model_fields_set for source in sources or ()):
+        raise ValueError("a held-out source has no weight: each example counts once")
+    return sources
+
+
+def _as_names(value: Any) -> Any:
+    return () if value == "none" else (value,) if isinstance(value, str) else value
+
+
 Sources = Annotated[tuple[Source, ...], BeforeValidator(_as_sources), Field(min_length=1)]
 
 
@@ -67,7 +77,9 @@ class Model(_Section):
 
 class Data(_Section):
     train: Sources = Field(description="Training sources")
-    eval: Sources | None = Field(None, description="Held-out sources; unset, nothing is evaluated")
+    eval: Annotated[Sources | None, AfterValidator(_without_weights)] = Field(
+        None, description="Held-out sources; unset, nothing is evaluated"
+    )
     max_seq_length: int = Field(1024, ge=2, description="Tokens in a sequence")
     packing: bool = Field(True, description="Fill sequences with several documents, isolated from each other")
     long_examples: Literal["drop", "truncate", "error"] = Field(
@@ -135,7 +147,7 @@ class Checkpoint(_Section):
 
 class Logging(_Section):
     logging_steps: int = Field(1, ge=1, description="Steps between lines in metrics.jsonl and on the console")
-    report_to: tuple[str, ...] = Field(
+    report_to: Annotated[tuple[str, ...], BeforeValidator(_as_names)] = Field(
         (), description="Trackers of Accelerate: wandb, tensorboard, mlflow, ..."
     )
     project: str = Field("dstrain", description="Project name for the trackers")
@@ -150,7 +162,7 @@ class Recipe(_Section):
     """All that decides what is trained."""
 
     output_dir: str = Field(description="Folder of the run, relative to the working directory")
-    seed: int = Field(42, ge=0, description="Seed of the weights, the data order and dropout")
+    seed: int = Field(42, ge=0, lt=2**31, description="Seed of the weights, the data order and dropout")
     deepspeed: str = Field(description="DeepSpeed JSON, beside the recipe or in ds_configs/")
     model: Model = Field(description="Model and tokenizer")
     data: Data = Field(description="Sources and how they become sequences")

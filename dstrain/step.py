@@ -36,8 +36,9 @@ class NonFinite(Exception):
         self.args = (
             f"non-finite {self.what} at step {step} on rank {', '.join(map(str, self.ranks))}; {kept}. "
             f"Documents in the batch: {', '.join(shown[:8])}{more}. "
-            "Try a lower train.learning_rate, more train.warmup_steps, bf16 or fp32 instead of fp16, "
-            "or look at these documents.",
+            "Look at these documents, or try a lower train.learning_rate, more train.warmup_steps, or bf16 "
+            "or fp32 instead of fp16, in a new output_dir with checkpoint.resume_from_checkpoint naming "
+            "this one.",
         )
 
 
@@ -77,7 +78,7 @@ def train_step(engine: Any, batches: Sequence[Batch]) -> StepResult:
     # The one synchronisation of a step: no bad loss may reach the weights.
     own = float(total)
     loss = float(distributed.all_reduce_sum(total)) / valid
-    if not _finite(loss) and not engine.fp16_enabled():
+    if not _finite(loss):
         raise NonFinite("loss", distributed.ranks_where(not _finite(own)), applied=False)
     norm = _norm_before_step(engine)
     if norm is not None and not _finite(norm):

@@ -12,7 +12,7 @@ import yaml
 from running import QUICKSTART, REPOSITORY, tiny_recipe
 
 import train
-from dstrain import distributed
+from dstrain import config, distributed
 from dstrain.data import sources
 from dstrain.errors import UserError
 
@@ -75,6 +75,10 @@ BAD = [
     ("no such JSON", {"deepspeed": lambda p: "zero9.json"}, "zero9.json: no such file"),
     ("unknown tracker", {"logging": lambda p: {"report_to": ["wandbb"]}}, "unknown tracker; did you mean 'wandb'?"),
     ("missing tracker", {"logging": lambda p: {"report_to": ["comet_ml"]}}, "package is not installed"),
+    ("a damaged model", {"model": lambda p: {"config": small(num_key_value_heads=3)}}, "its forward pass fails"),
+    ("a held-out weight", {"data": lambda p: {"eval": [{"path": str(p / "held_out.jsonl"), "weight": 2}]}}, "a held-out source has no weight"),
+    ("router logits", {"model": lambda p: {"config": small(output_router_logits=True)}}, "output_router_logits"),
+    ("a large seed", {"seed": lambda p: 5_000_000_000}, "seed=5000000000"),
     ("no checkpoint there", {"checkpoint": lambda p: {"resume_from_checkpoint": str(p)}}, "holds no checkpoint"),
 ]  # fmt: skip
 
@@ -112,6 +116,10 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path, monkeypatch, section
         (["deepspeed.gradient_clipping=2", "train.gradient_clipping=1"], "gradient_clipping"),
         (["--precision", "fp16"], "fp16"),
         (["--deepspeed_config", "nowhere.json"], "nowhere.json"),
+        (["--deepspeed_config", "zero1.json", "--zero_stage", "1"], "--deepspeed_config names a file"),
+        (["--zero_stage", "7"], "--zero_stage"),
+        (["deepspeed.compile={backend: inductor}"], "compile"),
+        (["deepspeed.optimizer={type: Adagrad}"], "Adagrad"),
     ],
 )
 def test_bad_deepspeed_json_is_one_line(tmp_path, monkeypatch, arguments, message):
@@ -139,6 +147,103 @@ def test_command_lines(tmp_path, monkeypatch, capsys):
         "train.warmup_steps=2",
     )
     assert "2 warm-up steps" in capsys.readouterr().out
+
+
+def used(folder, **trainer):
+    """An output folder with one checkpoint, as far as starting a run reads it."""
+    step = folder / "checkpoints" / "step-2"
+    step.mkdir(parents=True)
+    (step / "trainer.json").write_text(json.dumps({"step": 2, **trainer}))
+    return folder
+
+
+def test_never_in_a_used_folder_is_refused(tmp_path, monkeypatch):
+    recipe = tiny_recipe(tmp_path)
+    (tmp_path / "run" / "resolved").mkdir(parents=True)
+    options = config.flat(config.load_recipe(recipe)[0])
+    (tmp_path / "run" / "resolved" / "recipe.json").write_text(json.dumps(options))
+    used(tmp_path / "run")
+    with pytest.raises(UserError, match=r"holds a different run|holds step-2; choose another output_dir"):
+        run(monkeypatch, "--config", recipe, "checkpoint.resume_from_checkpoint=never")
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path, monkeypatch):
+    (used(tmp_path / "old") / "checkpoints" / "step-2" / "trainer.json").write_text('{"step": 2')
+    with pytest.raises(UserError, match=r"step-2/trainer.json: damaged"):
+        run(
+            monkeypatch,
+            "--config",
+            tiny_recipe(tmp_path),
+            f"checkpoint.resume_from_checkpoint={tmp_path / 'old'}",
+        )
+
+
+@pytest.mark.parametrize("where", ["file", "file/below", "/proc/x"])
+def test_an_output_folder_that_cannot_be(tmp_path, monkeypatch, where):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"output_dir="):
+        run(monkeypatch, "--config", tiny_recipe(tmp_path), f"output_dir={tmp_path / where}")
+
+
+def test_what_is_in_force_may_not_change(tmp_path, monkeypatch):
+    recipe = tiny_recipe(tmp_path)
+    run(monkeypatch, "--config", recipe, "train.max_steps=1")
+    with pytest.raises(UserError, match="in_force.global_batch is 2 there and 4 here"):
+        run(monkeypatch, "--config", recipe, "deepspeed.gradient_accumulation_steps=2", "train.max_steps=2")
+    with pytest.raises(UserError, match="saved with precision fp32, this run has bf16"):
+        run(monkeypatch, "--config", recipe, "--precision", "bf16", "train.max_steps=2")
+    # The same global batch in another way is the same run.
+    run(
+        *(monkeypatch, "--config", recipe, "train.max_steps=2", "train.train_micro_batch_size_per_gpu=1"),
+        "train.gradient_accumulation_steps=2",
+    )
+
+
+MODELS = {
+    "llama": {},
+    "gpt2": {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64},
+    "qwen3": {"head_dim": 16},
+    "mixtral": {"num_local_experts": 2},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_architectures_train(tmp_path, monkeypatch, kind):
+    fields = {"vocab_size": 4096, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    fields |= {"max_position_embeddings": 64, "intermediate_size": 64, "num_key_value_heads": 2}
+    from transformers import CONFIG_MAPPING
+
+    known = CONFIG_MAPPING[kind]().to_dict()
+    fields = (
+        {key: value for key, value in fields.items() if key in known} | {"model_type": kind} | MODELS[kind]
+    )
+    packing = kind != "opt"  # which builds its mask without the positions
+    recipe = tiny_recipe(
+        tmp_path, model={"config": fields}, train={"max_steps": 3}, data={"packing": packing}
+    )
+    run(monkeypatch, "--config", recipe)
+    values = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert values[-1]["eval_loss"] < values[0]["eval_loss"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention", "said"),
+    [
+        ("bert", "eager", "a token sees what comes after it"),
+        ("mamba", "eager", "packed documents see each other"),
+    ],
+)
+def test_models_that_do_not_keep_documents_apart_are_refused(tmp_path, monkeypatch, kind, attention, said):
+    fields = {"model_type": kind, "vocab_size": 4096, "hidden_size": 32, "num_hidden_layers": 1}
+    if kind == "bert":
+        fields |= {"num_attention_heads": 2, "intermediate_size": 64}
+    recipe = tiny_recipe(tmp_path, model={"config": fields, "attn_implementation": attention})
+    with pytest.raises(UserError, match=said):
+        run(monkeypatch, "--config", recipe)
+    assert not (tmp_path / "run").exists()
+    if kind == "mamba":
+        run(monkeypatch, "--config", recipe, "data.packing=false", "train.max_steps=1")
 
 
 def test_where_the_deepspeed_json_is_looked_for(tmp_path, monkeypatch, capsys):

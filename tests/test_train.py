@@ -175,6 +175,65 @@ def test_resume_goes_on_as_if_never_stopped(straight, tmp_path):
     assert "finished at step 4" in again.stdout
 
 
+def test_a_longer_run_has_its_own_schedule(tmp_path):
+    """Raising max_steps stretches a schedule: after the resume the rates are those of the new one."""
+    recipe = tiny_recipe(tmp_path, train={"lr_scheduler_type": "linear", "weight_decay": 0.3})
+    good(launch("--config", recipe, "train.max_steps=2"))
+    good(launch("--config", recipe, "train.max_steps=6"))
+    rates = [row["lr"] for row in metrics(tmp_path / "run") if "lr" in row]
+    assert rates == pytest.approx([1e-2, 0.0, 6e-3, 4e-3, 2e-3, 0.0], abs=1e-9)
+
+
+def test_another_start_takes_the_new_rate_and_then_goes_on_by_itself(straight, tmp_path):
+    recipe = tiny_recipe(tmp_path, train={"learning_rate": 1e-3})
+    start = f"checkpoint.resume_from_checkpoint={straight[0]}"
+    good(launch("--config", recipe, start, "train.max_steps=5"))
+    assert [row["lr"] for row in metrics(tmp_path / "run")] == [1e-3]
+    process = good(launch("--config", recipe, start, "train.max_steps=6"))
+    assert "resumed from step 5" in process.stdout
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [5, 6]
+
+
+def test_a_run_that_died_before_its_export_makes_it(tmp_path):
+    recipe = tiny_recipe(tmp_path, checkpoint={"export": True}, train={"max_steps": 2})
+    good(launch("--config", recipe))
+    for name in ("hf_model", "loss.png"):
+        path = tmp_path / "run" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    good(launch("--config", recipe))
+    assert (tmp_path / "run" / "hf_model" / "model.safetensors").exists()
+    assert (tmp_path / "run" / "loss.png").exists()
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    config = json.loads((tmp_path / "run" / "hf_model" / "generation_config.json").read_text())
+    assert config["eos_token_id"] == 0  # the tokenizer's, not Llama's
+
+
+def test_a_killed_run_starts_again_from_its_checkpoint(straight, tmp_path):
+    import os
+    import signal
+    import subprocess
+    import sys
+    import time
+
+    recipe = tiny_recipe(tmp_path, train={"max_steps": 400}, checkpoint={"export": False, "save_steps": 2})
+    command = [sys.executable, str(REPOSITORY / "train.py"), "--config", str(recipe)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "checkpoints" / "step-4").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    second = launch("--config", recipe)  # while the first runs
+    assert second.returncode == 2
+    assert "another run is writing there" in second.stderr
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    step = max(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    good(launch("--config", recipe, f"train.max_steps={step + 2}"))
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(step + 3))
+    assert losses(tmp_path / "run")[:4] == losses(straight[0])
+
+
 def test_another_layout_is_refused_in_one_line(straight, tmp_path):
     shutil.copytree(straight[0], tmp_path / "run")
     arguments = (f"output_dir={tmp_path / 'run'}", "--zero_stage", 3, "train.max_steps=6")
@@ -208,7 +267,7 @@ def test_non_finite_loss_stops_and_keeps_a_checkpoint(tmp_path):
         "at step",
         "on rank 0",
         "factbook_docs_eval.jsonl:",
-        "Try a lower train.learning_rate",
+        "try a lower train.learning_rate",
     ):
         assert text in line
     assert "Traceback" not in process.stderr

@@ -62,6 +62,8 @@ def _spans_by_sentinel(
     messages: Sequence[Message], template: str, specials: dict[str, str], text: str
 ) -> list[Span]:
     contents, masked = [], []
+    if any(message["role"] == "assistant" and message.get("tool_calls") for message in messages):
+        raise UserError("an assistant's tool calls need a chat template with {% generation %} markers")
     for message in messages:
         if message["role"] == "assistant":
             # Role and text only: whatever else of the message is rendered makes the check below fail.

@@ -27,7 +27,7 @@ class Observer:
         first_step: int,
         logging_steps: int,
         world_size: int,
-        flops_per_token: float,
+        flops_per_token: float | None,
         device: str,
     ) -> None:
         self.output_dir, self.is_main = output_dir, is_main
@@ -40,7 +40,7 @@ class Observer:
     def header(self, notes: Sequence[str], **lines: str) -> None:
         """Print what is about to run."""
         self.console.header(list(lines.items()))
-        if self.peak_tflops:
+        if self.peak_tflops and self.flops_per_token:
             formula = f"tok/s x {self.flops_per_token:.3g} FLOP a token (6N + 12LHQT) / peak"
             self.console.header([("mfu", f"{formula} {self.peak_tflops:g} TFLOP/s a device (dense bf16)")])
         for note in notes:
@@ -83,6 +83,8 @@ class Observer:
             "grad_norm": result.grad_norm,
             "tokens_seen": tokens_seen,
         }
+        if result.skipped:
+            self.console.say(f"step {step}: fp16 overflow; the loss scale was lowered and no weight changed")
 
     def report(self, eval_loss: float | None) -> None:
         """Write the row of the last step if it is a logging step, the last one, or has an evaluation."""

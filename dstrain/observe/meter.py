@@ -33,7 +33,7 @@ class Meter:
     """Sums over the steps since the last reading. Evaluation and saving are outside of it."""
 
     world_size: int
-    flops_per_token: float
+    flops_per_token: float | None
     peak_tflops: float | None
     steps: int = 0
     loss_sum: float = 0.0
@@ -63,7 +63,7 @@ class Meter:
             "valid_tokens": self.valid_tokens,
             "peak_memory_gib": peak_memory_gib(),
         }
-        if self.peak_tflops:
+        if self.peak_tflops and self.flops_per_token:
             reading["mfu"] = tokens_per_s * self.flops_per_token / (self.world_size * self.peak_tflops * 1e12)
         self.steps, self.loss_sum, self.valid_tokens, self.tokens = 0, 0.0, 0, 0
         self.step_s = self.wait_s = 0.0
