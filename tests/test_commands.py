@@ -231,18 +231,22 @@ def test_architectures_train(tmp_path, monkeypatch, kind):
     ("kind", "attention", "said"),
     [
         ("bert", "eager", "a token sees what comes after it"),
+        ("opt", "sdpa", "packed documents see each other"),
         ("mamba", "eager", "packed documents see each other"),
     ],
 )
 def test_models_that_do_not_keep_documents_apart_are_refused(tmp_path, monkeypatch, kind, attention, said):
     fields = {"model_type": kind, "vocab_size": 4096, "hidden_size": 32, "num_hidden_layers": 1}
-    if kind == "bert":
-        fields |= {"num_attention_heads": 2, "intermediate_size": 64}
+    more = {
+        "bert": {"num_attention_heads": 2, "intermediate_size": 64},
+        "opt": {"num_attention_heads": 2, "ffn_dim": 64, "word_embed_proj_dim": 32},
+    }
+    fields |= more.get(kind, {})
     recipe = tiny_recipe(tmp_path, model={"config": fields, "attn_implementation": attention})
     with pytest.raises(UserError, match=said):
         run(monkeypatch, "--config", recipe)
     assert not (tmp_path / "run").exists()
-    if kind == "mamba":
+    if kind != "bert":
         run(monkeypatch, "--config", recipe, "data.packing=false", "train.max_steps=1")
 
 
