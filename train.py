@@ -65,6 +65,10 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     options = config.flat(recipe) | ds.in_force
     check_trackers(recipe.logging.report_to)
     output_dir = Path(recipe.output_dir).expanduser().resolve()
+    writes = world.is_main and not args.dry_run
+    lock = (
+        checkpoint.lock(output_dir) if writes and output_dir.is_dir() else None
+    )  # before what is in it is read
     checkpoint.claim(output_dir, options)
     resume_from = checkpoint.find(output_dir, recipe.checkpoint.resume_from_checkpoint)
 
@@ -82,7 +86,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     exported = (output_dir / "hf_model").exists() or not recipe.checkpoint.export
     if finished and exported and not args.dry_run:
         distributed.say(
-            world, f"{recipe.output_dir}: finished at step {max_steps}; raise train.max_steps to train on"
+            world, f"{recipe.output_dir}: finished at step {max_steps}; raise train.max_steps to go on"
         )
         return
 
@@ -142,7 +146,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         observer.say(preview(tokenizer, loader.next_step()[0]))
         return
     if world.is_main:
-        lock = checkpoint.lock(output_dir)  # noqa: F841  held as long as it is alive
+        lock = lock or checkpoint.lock(output_dir)  # held as long as the process lives
         saved = config.dump_recipe(recipe, output_dir=str(output_dir), deepspeed="ds_config.json")
         checkpoint.describe(output_dir, options, saved, ds_json, ds.config)
     observer.start(logs.report_to, logs.project, logs.run_name, options, wandb_id)

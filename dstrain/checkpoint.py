@@ -110,7 +110,7 @@ def read_trainer(folder: Path) -> dict[str, Any]:
     """
     try:
         return json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{folder}/trainer.json: damaged ({error}); {_FALL_BACK}") from None
 
 
