@@ -66,9 +66,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     check_trackers(recipe.logging.report_to)
     output_dir = Path(recipe.output_dir).expanduser().resolve()
     writes = world.is_main and not args.dry_run
-    lock = (
-        checkpoint.lock(output_dir) if writes and output_dir.is_dir() else None
-    )  # before what is in it is read
+    lock = checkpoint.lock(output_dir) if writes and output_dir.is_dir() else None
     checkpoint.claim(output_dir, options)
     resume_from = checkpoint.find(output_dir, recipe.checkpoint.resume_from_checkpoint)
 
