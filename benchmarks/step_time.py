@@ -104,7 +104,7 @@ def main() -> None:
     log.table(["DeepSpeed JSON", "bare", "ours", "HF Trainer", "bare / ours", "HF / ours"], rows)
     log("")
     if started:
-        log("As users start both: the deepspeed launcher, nothing set (it gives HF Trainer one thread)")
+        log("As users start both: the deepspeed launcher, nothing set")
         rows = []
         for config in started:
             mine, theirs = best["ours", config, None], best["hf", config, None]
