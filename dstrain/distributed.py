@@ -85,9 +85,9 @@ def prepare() -> World:
 def use_cores(place: World) -> int:
     """Give this rank its share of the machine's cores, and return how many threads that is.
 
-    torchrun sets OMP_NUM_THREADS=1 for several ranks, which leaves CPU ranks at a fraction of their speed; the
-    deepspeed launcher sets nothing, and ranks that each take all cores slow one another even more. A value
-    above 1 is the user's own and stays.
+    torchrun sets OMP_NUM_THREADS=1 for several ranks, which leaves CPU ranks at a fraction of their speed;
+    the deepspeed launcher sets nothing, and ranks that each take all cores slow one another even more. A
+    value above 1 is the user's own and stays.
     """
     asked = os.environ.get("OMP_NUM_THREADS", "1")
     threads = int(asked) if asked.isdigit() and asked != "1" else 0
