@@ -173,7 +173,7 @@ def claim(output_dir: Path, recipe: Mapping[str, Any]) -> None:
             )
         return
     saved, now = _by_leaf(json.loads(file.read_text(encoding="utf-8"))), _by_leaf(recipe)
-    for key in sorted(saved.keys() | now.keys()):
+    for key in sorted(saved.keys() | now.keys(), key=lambda key: (key.startswith("in_force."), key)):
         if saved.get(key) != now.get(key) and not key.startswith(_MAY_CHANGE):
             raise UserError(
                 f"output_dir={str(output_dir)!r}: holds a different run: "

@@ -215,7 +215,7 @@ def resolve(
     schedule = resolve_schedule(config, settings, optimizer.learning_rate)
     if optimizer.block["type"].lower() == "adagrad" and stage > 0 and not offload:
         raise UserError(f"{ds_file}: optimizer.type=Adagrad fails in DeepSpeed under ZeRO {stage}; use AdamW")
-    if config.pop("compile", None):
+    if any((config.pop("compile", None) or {}).values()):
         raise UserError(
             f"{ds_file}: compile is read only by DeepCompile, which is not used here; remove the block"
         )

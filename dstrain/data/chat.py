@@ -20,6 +20,10 @@ Span = tuple[int, int]
 Message = dict[str, Any]
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_UNTOLD = (
+    "the chat template changes an assistant's text or adds to it (reasoning, tool calls), so its place "
+    "cannot be told; put {% generation %} markers into a template of your own (model.chat_template)"
+)
 # Private-use characters: no template tests for them and no text should contain them.
 _SENTINEL = "\ue0d5{}\ue0d6"
 
@@ -63,7 +67,7 @@ def _spans_by_sentinel(
 ) -> list[Span]:
     contents, masked = [], []
     if any(message["role"] == "assistant" and message.get("tool_calls") for message in messages):
-        raise UserError("an assistant's tool calls need a chat template with {% generation %} markers")
+        raise UserError(_UNTOLD)
     for message in messages:
         if message["role"] == "assistant":
             # Role and text only: whatever else of the message is rendered makes the check below fail.
@@ -83,7 +87,4 @@ def _spans_by_sentinel(
                 position += len(content) + len(literal)
             if "".join(parts) == text:
                 return spans
-    raise UserError(
-        "the chat template changes an assistant's text or adds to it (reasoning, tool calls), so its place "
-        "cannot be told; put {% generation %} markers into a template of your own (model.chat_template)"
-    )
+    raise UserError(_UNTOLD)
