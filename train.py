@@ -191,9 +191,10 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
 
 
 if __name__ == "__main__":
+    status = 0
     try:
         main(parse_args(), distributed.prepare())
     except (UserError, NonFinite) as error:
-        distributed.fail(str(error), error.status)
-    finally:
-        distributed.stop()
+        distributed.say_error(str(error))
+        status = error.status
+    distributed.leave(status)

@@ -7,10 +7,11 @@ import os
 import random
 import socket
 import sys
+import time
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else the import warns that it found nothing else
 
 import deepspeed
+
+_PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -209,8 +212,28 @@ def say(place: World, line: str) -> None:
         print(line, flush=True)
 
 
-def fail(line: str, status: int) -> None:
-    """End the process with one line, said by the first rank of each node."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {line}", file=sys.stderr, flush=True)
-    raise SystemExit(status)
+def say_error(line: str) -> None:
+    """Print an error of one line, once a node.
+
+    The first rank speaks. The others wait a little: if it failed as well, as it does with a mistake in a
+    recipe, the launcher ends them meanwhile; if it did not, the error is theirs alone and they say it.
+    """
+    rank = os.environ.get("LOCAL_RANK", "0")
+    if rank != "0":
+        time.sleep(_PATIENCE_S)
+        line = f"on local rank {rank}: {line}"
+    print(f"error: {line}", file=sys.stderr, flush=True)
+
+
+def leave(status: int) -> NoReturn:
+    """End the process, all ranks of a good run together, without the exit handlers of C++ libraries.
+
+    Threads of the process group race with them: now and then a rank that had done all its work died of
+    "terminate called without an active exception", and the launcher called the run a failure.
+    """
+    if status == 0 and torch.distributed.is_initialized():
+        barrier()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
