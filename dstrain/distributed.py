@@ -130,12 +130,6 @@ def start(place: World) -> None:
         ) from None
 
 
-def stop() -> None:
-    """Leave the process group."""
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
 def device_name() -> str:
     """Return the device's product name, such as `NVIDIA H100 80GB HBM3`, or `cpu`."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

@@ -298,16 +298,16 @@ def export(model: PreTrainedModel, tokenizer: Any, folder: Path, writer: bool) -
         with deepspeed.zero.GatheredParameters(partitioned):
             if writer:
                 state[name] = parameter.detach().to("cpu", copy=True)
-    for name, buffer in model.named_buffers():
-        if writer and name in model.state_dict():
-            state[name] = buffer.detach().cpu()
     if writer:
+        saved = model.state_dict().keys()  # buffers that are made anew on loading are not in it
+        state |= {name: buffer.detach().cpu() for name, buffer in model.named_buffers() if name in saved}
         temporary = folder.with_name(f"{folder.name}.tmp")
         model.save_pretrained(temporary, state_dict=state, safe_serialization=True)
         tokenizer.save_pretrained(temporary)
         _keep_use_cache(temporary / "config.json")
+        mode = 0o666 & ~_umask()
         for file in temporary.iterdir():
-            file.chmod(0o666 & ~_umask())  # safetensors are written for the owner alone
+            file.chmod(mode)  # safetensors are written for the owner alone
         os.replace(temporary, folder) if not folder.exists() else _swap(temporary, folder)
 
 

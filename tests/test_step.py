@@ -23,7 +23,7 @@ def process_group():
         ops.ready(ops.COLLECTIVES)
         distributed.start(world)
         yield
-        distributed.stop()
+        torch.distributed.destroy_process_group()
 
 
 def tiny(tie=True, dtype=torch.float32):
