@@ -107,7 +107,10 @@ def _build(name: str, folder: Path) -> None:
         lines = [line for line in str(error).splitlines() if "error" in line.lower()] or str(
             error
         ).splitlines()
-        raise UserError(f"op {name}: the build failed: {lines[-1].strip()}") from None
+        reason = lines[-1].strip()
+        if "Killed" in reason:
+            reason += "; the system stopped the compiler, most likely for lack of memory (free -m)"
+        raise UserError(f"op {name}: the build failed: {reason}") from None
     (folder / "dstrain.json").write_text(json.dumps(_stamp(), indent=2), encoding="utf-8")
 
 

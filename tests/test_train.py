@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,6 +76,7 @@ def test_launchers_give_the_same_losses(straight, tmp_path, launcher):
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 def test_two_ranks_equal_one(straight, tmp_path, launcher):
     """The same global batch over two ranks; evaluation covers uneven shares without waiting for ever."""
+    shared = set(Path("/dev/shm").glob("deepspeed_*"))
     recipe = tiny_recipe(tmp_path, train={"train_micro_batch_size_per_gpu": 1})
     process = good(launch("--config", recipe, launcher=launcher, ranks=2))
     assert losses(tmp_path / "run") == pytest.approx(losses(straight[0]), rel=1e-5)
@@ -84,6 +86,7 @@ def test_two_ranks_equal_one(straight, tmp_path, launcher):
             [r[key] for r in theirs if key in r], rel=tolerance
         )
     assert process.stdout.count("step 4/4") == 1
+    assert set(Path("/dev/shm").glob("deepspeed_*")) <= shared  # DeepSpeed leaves 66 MiB a rank
 
 
 @pytest.mark.parametrize(("micro", "gas"), [(2, 2), (1, 4)])
