@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from dstrain import checkpoint, config, data, distributed, ds_config, model, ops, schedule
+from dstrain import checkpoint, config, data, distributed, ds_config, dtypes, export, model, ops, schedule
 from dstrain.distributed import deepspeed
 from dstrain.errors import OneLineParser, UserError
 from dstrain.observe import Observer, check_trackers, preview
@@ -50,8 +50,10 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     origin = model.Origin(
         recipe.model.model_name_or_path, recipe.model.revision, recipe.model.trust_remote_code
     )
-    tokenizer = model.load_tokenizer(origin, recipe.model.tokenizer_name_or_path, recipe.model.chat_template)
+    added, named = recipe.model.add_tokens, recipe.model.tokenizer_name_or_path
+    tokenizer = model.load_tokenizer(origin, named, recipe.model.chat_template, added)
     model_config = model.load_config(origin, recipe.model.config, tokenizer)
+    rows = model.vocabulary_rows(model_config, tokenizer, added, recipe.model.pad_to_multiple_of)
     ds = ds_config.resolve(
         ds_json,
         ds_file=str(ds_file),
@@ -72,7 +74,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
 
     # ---- 2. Data, before the process group: tokenizing may take longer than ranks wait for one another.
     seq_length, pad_id = recipe.data.max_seq_length, tokenizer.eos_token_id
-    model.check_fit(model_config, tokenizer, seq_length)
+    model.check_fit(model_config, seq_length)
     how = recipe.data.model_dump(exclude={"train", "eval"}) | {"progress": world.is_main}
     train_data = data.build([source.model_dump() for source in recipe.data.train], tokenizer, **how)
     eval_data = data.build([source.model_dump() for source in recipe.data.eval or ()], tokenizer, **how)
@@ -91,9 +93,8 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     # ---- 3. Ranks, model and engine.
     ops.ready((*ops.COLLECTIVES, *ds.ops) if distributed.on_cpu() else ds.ops)
     distributed.start(world)
-    zero3_config = ds.config if ds.zero_stage == 3 else None
-    attention = recipe.model.attn_implementation
-    lm = model.build(origin, model_config, attention, ds.precision, recipe.seed, zero3_config)
+    attention, zero3_config = recipe.model.attn_implementation, ds.config if ds.zero_stage == 3 else None
+    lm = model.build(origin, model_config, attention, ds.precision, recipe.seed, rows, zero3_config)
     if ds.gradient_checkpointing:
         model.checkpoint_activations(lm, offload=ds.offload_activations)
     warmup_steps = ds.warmup_steps or round(ds.warmup_ratio * max_steps)
@@ -125,8 +126,10 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         flops_per_token=model.flops_per_token(model_config, parameters, seq_length),
         device=distributed.device_name(),
     )
+    held = dtypes.held(engine)
     observer.header(
-        notes=ds.notes,
+        (*ds.notes, *dtypes.notes(held)),
+        held,
         model=f"{origin.title} ({model_config.model_type}), {parameters:,} parameters",
         data=data.describe(train_data),
         eval=data.describe(eval_data) if eval_data else "none",
@@ -180,14 +183,11 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
 
     if recipe.checkpoint.export:
         folder = output_dir / "hf_model"
-        model.export(lm, tokenizer, folder, writer=world.is_main)
+        export.export(lm, tokenizer, folder, writer=world.is_main)
         observer.say(f"exported to {recipe.output_dir}/hf_model")
         if logs.sample_prompt and world.is_main:
-            observer.say(
-                model.sample(
-                    folder, origin.trust_remote_code, logs.sample_prompt, logs.sample_tokens, recipe.seed
-                )
-            )
+            how = (origin.trust_remote_code, logs.sample_prompt, logs.sample_tokens, recipe.seed)
+            observer.say(export.sample(folder, *how))
 
 
 if __name__ == "__main__":

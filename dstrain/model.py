@@ -1,56 +1,28 @@
 """The tokenizer, the Hugging Face model, and the module that DeepSpeed wraps: tokens in, summed loss out."""
 
-import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from dstrain.errors import UserError, nearest
 from dstrain.loss import token_loss
 from dstrain.probe import is_mixture
+from dstrain.weights import Origin, build
 
-# What the engine keeps its weights in; autocast keeps them in fp32.
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where weights come from; no name means new ones."""
-
-    name: str | None
-    revision: str | None = None
-    trust_remote_code: bool = False
-
-    @property
-    def title(self) -> str:
-        """The name as a person would type it here."""
-        name = self.name or "new"
-        return os.path.relpath(name) if Path(name).is_relative_to(Path.cwd()) else name
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments that every `from_pretrained` takes."""
-        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+__all__ = ["CausalLMLoss", "Origin", "build"]
 
 
-def load_tokenizer(origin: Origin, name: str | None, chat_template: str | None) -> Any:
-    """Load the tokenizer `name`, by default the model's; `chat_template` is a Jinja file in place of its own.
+def load_tokenizer(
+    origin: Origin, name: str | None, chat_template: str | None, add_tokens: Sequence[str] = ()
+) -> Any:
+    """Load the tokenizer `name`, by default the model's.
 
+    chat_template: a Jinja file in place of its own. add_tokens: special tokens that it gets if it lacks them.
     Raises UserError if there is none.
     """
     name = name or origin.name
@@ -70,6 +42,7 @@ def load_tokenizer(origin: Origin, name: str | None, chat_template: str | None) 
             raise UserError(
                 f"{chat_template}: model.chat_template cannot be read: {error.strerror}"
             ) from None
+    tokenizer.add_tokens(list(add_tokens), special_tokens=True)
     return tokenizer
 
 
@@ -93,8 +66,6 @@ def load_config(origin: Origin, overrides: dict[str, Any], tokenizer: Any) -> Pr
         except Exception as error:  # OSError, ValueError, and the hub's own kinds
             raise UserError(f"model.model_name_or_path={origin.name!r}: {_reason(error)}") from None
     known = config.to_dict()
-    if overrides.get("output_router_logits"):
-        raise UserError("model.config.output_router_logits: the experts' auxiliary loss is not trained here")
     for key in overrides:
         if key not in known:
             raise UserError(f"model.config.{key}: {config.model_type} has no such field{nearest(key, known)}")
@@ -108,84 +79,34 @@ def load_config(origin: Origin, overrides: dict[str, Any], tokenizer: Any) -> Pr
         raise UserError(f"model.config: {_reason(error)}") from None
 
 
-def check_fit(config: PreTrainedConfig, tokenizer: Any, max_seq_length: int) -> None:
-    """Raise UserError if token ids are beyond the embedding, or the sequence beyond the positions."""
-    text = config.get_text_config()
-    if len(tokenizer) > text.vocab_size:
+def vocabulary_rows(
+    config: PreTrainedConfig, tokenizer: Any, added: Sequence[str], multiple_of: int | None
+) -> int:
+    """Return the rows that the embedding is to have: the model's, or more where the recipe asks for it.
+
+    added: tokens that the recipe adds. multiple_of: what the rows are rounded up to; with either of them the
+    embedding grows to hold the whole tokenizer. Raises UserError if the tokenizer has more tokens than rows.
+    """
+    rows = config.get_text_config().vocab_size
+    if added or multiple_of:
+        step = multiple_of or 1
+        return -(-max(rows, len(tokenizer)) // step) * step
+    if len(tokenizer) > rows:
         raise UserError(
             f"{tokenizer.name_or_path}: the tokenizer has {len(tokenizer)} tokens but the model's embedding "
-            f"only {text.vocab_size} (model.config.vocab_size)"
+            f"only {rows} (model.config.vocab_size); to add rows, set model.pad_to_multiple_of=64"
         )
-    positions = getattr(text, "max_position_embeddings", None)
+    return rows
+
+
+def check_fit(config: PreTrainedConfig, max_seq_length: int) -> None:
+    """Raise UserError if the sequence is beyond the model's positions."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions and max_seq_length > positions:
         raise UserError(
             f"data.max_seq_length={max_seq_length} is beyond the model's {positions} positions; lower it, "
             "or raise model.config.max_position_embeddings (rotary models: with rope_parameters to match)"
         )
-
-
-@contextmanager
-def _errors_only() -> Iterator[None]:
-    """Keep Transformers' table of missing weights off the screen; one line of ours says it."""
-    before = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers.utils.logging.set_verbosity(before)
-
-
-@contextmanager
-def zero3_init(ds_config: dict[str, Any] | None) -> Iterator[None]:
-    """With a ZeRO-3 `ds_config`, let Transformers build its models partitioned from the start."""
-    if ds_config is None:
-        yield
-        return
-    import torch._dynamo  # noqa: F401  zero.Init patches torch functions and breaks a first import inside it
-    from transformers.integrations import HfDeepSpeedConfig
-
-    alive = HfDeepSpeedConfig(ds_config)  # Transformers holds it weakly
-    yield
-    del alive
-
-
-def build(
-    origin: Origin,
-    config: PreTrainedConfig,
-    attn_implementation: str,
-    precision: str,
-    seed: int,
-    zero3_config: dict[str, Any] | None,
-) -> PreTrainedModel:
-    """Load weights, or draw new ones from `seed`, the same on every rank and under every ZeRO stage.
-
-    precision: the engine's, such as `bf16` or `bf16 autocast`. zero3_config: the DeepSpeed config if it
-    partitions parameters, else None. Raises UserError if weights are missing or cannot be loaded.
-    """
-    try:
-        if origin.name is None:
-            # Drawn whole, not inside zero.Init, which would draw other numbers; `initialize` partitions them.
-            torch.manual_seed(seed)
-            return AutoModelForCausalLM.from_config(
-                config, attn_implementation=attn_implementation, dtype=torch.float32
-            )
-        with zero3_init(zero3_config), _errors_only():
-            model, report = AutoModelForCausalLM.from_pretrained(
-                origin.name,
-                config=config,
-                attn_implementation=attn_implementation,
-                dtype=_DTYPES.get(precision, torch.float32),
-                output_loading_info=True,
-                **origin.options,
-            )
-    except Exception as error:  # a config can be wrong, and a file damaged, in more ways than have a name
-        reason = f"{type(error).__name__}: {_reason(error)}"
-        raise UserError(f"model {origin.title} ({config.model_type}) cannot be built: {reason}") from None
-    if missing := sorted(report["missing_keys"]):
-        raise UserError(
-            f"{origin.name}: {len(missing)} weights are not in the checkpoint, first {missing[0]!r}"
-        )
-    return model
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -219,7 +140,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 class CausalLMLoss(nn.Module):
-    """A causal LM whose forward gives the summed token loss of a batch.
+    """A causal LM whose forward gives the summed token loss of a batch, and its experts' auxiliary loss.
 
     The model's own forward makes the logits, so its scaling and soft-capping apply, but only of the positions
     that are in the loss: a hook behind the decoder keeps just their hidden states. Under ZeRO-3 the output
@@ -234,6 +155,15 @@ class CausalLMLoss(nn.Module):
         self._one_row = str(model.config._attn_implementation).startswith("flash_attention")
         decoder = model.get_decoder()
         (model.base_model if decoder in (None, model) else decoder).register_forward_hook(self._select)
+        # Experts are kept in balance if the model's config says so, by its own function and coefficient.
+        self.aux_loss_coef: float | None = None
+        if getattr(model.config, "output_router_logits", False):
+            self._balance = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+            self.aux_loss_coef = getattr(model, "router_aux_loss_coef", None)
+            if self._balance is None or self.aux_loss_coef is None:
+                raise UserError(
+                    f"model.config.output_router_logits: {model.config.model_type} has no auxiliary loss"
+                )
 
     def _select(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._in_loss is not None:  # (batch, seq, hidden) -> (1, tokens in the loss, hidden)
@@ -246,23 +176,31 @@ class CausalLMLoss(nn.Module):
         labels: torch.Tensor,
         position_ids: torch.Tensor,
         document_ids: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (summed cross-entropy in nats, number of tokens in it). All arguments (batch, seq).
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return (summed cross-entropy in nats, tokens in it, auxiliary loss before its coefficient or None).
+
+        All arguments are (batch, seq). The auxiliary loss is that of this batch, without its padding.
 
         Documents are isolated by `position_ids` that restart, which Transformers heeds only without a cache
         and without an attention mask.
         """
         if self._one_row:
-            input_ids, labels, position_ids = (x.reshape(1, -1) for x in (input_ids, labels, position_ids))
+            input_ids, labels, position_ids, document_ids = (
+                x.reshape(1, -1) for x in (input_ids, labels, position_ids, document_ids)
+            )
         in_loss = labels >= 0
         self._in_loss = in_loss
         try:
-            logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+            output = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
         finally:
             self._in_loss = None
-        if logits.shape[0] != 1:
+        if output.logits.shape[0] != 1:
             raise UserError(f"model {type(self.model).__name__}: its output head does not follow its decoder")
-        return token_loss(logits[0], labels[in_loss]), in_loss.sum()
+        aux_loss = None
+        if self.aux_loss_coef is not None:
+            experts, chosen = self.model.num_experts, self.model.num_experts_per_tok
+            aux_loss = self._balance(output.router_logits, experts, chosen, document_ids > 0)
+        return token_loss(output.logits[0], labels[in_loss]), in_loss.sum(), aux_loss
 
 
 def flops_per_token(config: PreTrainedConfig, parameters: int, seq_length: int) -> float | None:
@@ -282,73 +220,5 @@ def flops_per_token(config: PreTrainedConfig, parameters: int, seq_length: int) 
     return 6 * (parameters - embedding) + 12 * text.num_hidden_layers * heads * head * seq_length
 
 
-def export(model: PreTrainedModel, tokenizer: Any, folder: Path, writer: bool) -> None:
-    """Write a Hugging Face folder (safetensors, config, tokenizer, chat template) from every ZeRO stage.
-
-    All ranks call it; the one with `writer` writes. Partitioned weights are gathered one at a time.
-    """
-    import deepspeed
-
-    state: dict[str, torch.Tensor] = {}
-    tied = set(model.all_tied_weights_keys) if getattr(model, "all_tied_weights_keys", None) else set()
-    for name, parameter in model.named_parameters():
-        if name in tied:
-            continue
-        partitioned = [parameter] if hasattr(parameter, "ds_id") else []
-        with deepspeed.zero.GatheredParameters(partitioned):
-            if writer:
-                state[name] = parameter.detach().to("cpu", copy=True)
-    if writer:
-        saved = model.state_dict().keys()  # buffers that are made anew on loading are not in it
-        state |= {name: buffer.detach().cpu() for name, buffer in model.named_buffers() if name in saved}
-        temporary = folder.with_name(f"{folder.name}.tmp")
-        model.save_pretrained(temporary, state_dict=state, safe_serialization=True)
-        tokenizer.save_pretrained(temporary)
-        _keep_use_cache(temporary / "config.json")
-        mode = 0o666 & ~_umask()
-        for file in temporary.iterdir():
-            file.chmod(mode)  # safetensors are written for the owner alone
-        os.replace(temporary, folder) if not folder.exists() else _swap(temporary, folder)
-
-
-def _keep_use_cache(file: Path) -> None:
-    body = json.loads(file.read_text(encoding="utf-8"))
-    body["use_cache"] = True  # generation wants it, whatever training set
-    file.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _swap(new: Path, old: Path) -> None:
-    import shutil
-
-    aside = old.with_name(f"{old.name}.old")
-    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed just here
-    old.rename(aside)
-    new.rename(old)
-    shutil.rmtree(aside)
-
-
 def _reason(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
-
-
-def sample(folder: Path, trust_remote_code: bool, prompt: str, new_tokens: int, seed: int) -> str:
-    """Load an exported model as any user would, and return `prompt` with a sampled continuation."""
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    torch.manual_seed(seed)
-    ids = model.generate(
-        **inputs,
-        max_new_tokens=new_tokens,
-        do_sample=True,
-        temperature=0.8,
-        top_p=0.95,
-        pad_token_id=tokenizer.eos_token_id,
-    )
-    return tokenizer.decode(ids[0], skip_special_tokens=True)

@@ -10,10 +10,10 @@ import importlib.util
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock
 
@@ -34,6 +34,7 @@ _BUILDERS = {
     "gds": "GDSBuilder",
 }
 COLLECTIVES = ("deepspeed_shm_comm",)  # every process group on a CPU
+NVME = ("pin_memory", "async_io")  # offload to files
 
 
 def cache_dir() -> Path:
@@ -55,12 +56,14 @@ def ready(names: Sequence[str], build: bool = True) -> list[str]:
     os.environ["TORCH_EXTENSIONS_DIR"] = str(cache)
     built = []
     for name in names:
-        if not _is_built(cache / name):
+        if state(cache / name) != "ready":
             if not build:
                 continue
             cache.mkdir(parents=True, exist_ok=True)
             with FileLock(cache / f"{name}.dstrain.lock"):  # freed by the system if its holder dies
-                if not _is_built(cache / name):
+                if (now := state(cache / name)) != "ready":
+                    if now != "missing":
+                        print(f"op {name} is {now}: it is built anew", flush=True)
                     _build(name, cache / name)
                     built.append(name)
         _load(name, cache / name)
@@ -83,9 +86,28 @@ def _stamp() -> dict[str, str]:
     }
 
 
-def _is_built(folder: Path) -> bool:
+def state(folder: Path) -> str:
+    """Say what lies in the folder of an op: `ready`, `missing`, or what is wrong with it."""
+    if not folder.exists():
+        return "missing"
     stamp = folder / "dstrain.json"
-    return stamp.exists() and json.loads(stamp.read_text()) == _stamp() and any(folder.glob("*.so"))
+    if not stamp.exists() or not any(folder.glob("*.so")):
+        return "locked by a build that was stopped" if (folder / "lock").exists() else "half-built"
+    try:
+        built, now = json.loads(stamp.read_text(encoding="utf-8")), _stamp()
+    except ValueError:
+        return "half-built"
+    changed = [key for key in now if built.get(key) != now[key]]
+    return f"built for another {' and '.join(changed)}" if changed else "ready"
+
+
+def has_libaio() -> bool:
+    """Whether the header of libaio, which offload to NVMe files is built with, is installed."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        return False
+    command = [compiler, "-E", "-x", "c++", "-include", "libaio.h", os.devnull]
+    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def _build(name: str, folder: Path) -> None:
@@ -95,14 +117,15 @@ def _build(name: str, folder: Path) -> None:
     for command, package in (("g++", "g++"), ("ninja", "ninja-build")):
         if not shutil.which(command):
             raise UserError(f"op {name}: {command} is missing; install the package {package!r}")
+    if name == "async_io" and not has_libaio():
+        raise UserError(f"op {name}: libaio is missing; install the package 'libaio-dev'")
     # What lies here is stale: another version's, another processor's, or half of a build that was killed.
     shutil.rmtree(folder, ignore_errors=True)
     print(f"building DeepSpeed op {name}, once for this environment (about a minute) ...", flush=True)
-    import deepspeed.ops.op_builder as builders
+    from deepspeed.accelerator import get_accelerator
 
-    builder = getattr(builders, _BUILDERS[name], None) or getattr(_cpu_builders(), _BUILDERS[name])
     try:
-        builder().load(verbose=False)
+        get_accelerator().create_op_builder(_BUILDERS[name]).load(verbose=False)
     except Exception as error:  # ninja's output is long; its last lines name the fault
         lines = [line for line in str(error).splitlines() if "error" in line.lower()] or str(
             error
@@ -112,12 +135,6 @@ def _build(name: str, folder: Path) -> None:
             reason += "; the system stopped the compiler, most likely for lack of memory (free -m)"
         raise UserError(f"op {name}: the build failed: {reason}") from None
     (folder / "dstrain.json").write_text(json.dumps(_stamp(), indent=2), encoding="utf-8")
-
-
-def _cpu_builders() -> Any:
-    import deepspeed.ops.op_builder.cpu as builders
-
-    return builders
 
 
 def _load(name: str, folder: Path) -> None:

@@ -50,7 +50,7 @@ def _loss(engine: Any, tokens: torch.Tensor) -> float:
     documents = torch.ones_like(tokens)
     documents[:, _LENGTH:] = 2
     try:
-        loss_sum, _ = engine(input_ids=tokens, labels=labels, position_ids=positions, document_ids=documents)
+        loss_sum, *_ = engine(input_ids=tokens, labels=labels, position_ids=positions, document_ids=documents)
     except (RuntimeError, ValueError, LookupError) as error:
         kind = engine.module.model.config.model_type
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

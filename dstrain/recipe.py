@@ -67,6 +67,12 @@ class Model(_Section):
     attn_implementation: Literal[
         "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"
     ] = Field("sdpa", description="Attention kernel of Transformers")
+    add_tokens: tuple[str, ...] = Field(
+        (), description="Special tokens that the tokenizer gets; the embedding grows by the mean of its rows"
+    )
+    pad_to_multiple_of: int | None = Field(
+        None, ge=1, description="Grow the embedding to hold the tokenizer, to a multiple of this, such as 64"
+    )
     chat_template: str | None = Field(
         None, description="Jinja file that replaces the tokenizer's chat template"
     )

@@ -47,6 +47,7 @@ class StepResult:
     """What one optimizer step did, over all ranks."""
 
     loss: float  # mean over the step's valid tokens, nats
+    aux_loss: float | None  # of experts, before its coefficient: mean over micro batches and ranks
     grad_norm: float  # before clipping
     lr: float  # the one applied
     tokens: int  # without padding
@@ -68,17 +69,23 @@ def train_step(engine: Any, batches: Sequence[Batch]) -> StepResult:
     # The engine averages gradients over ranks and, told so, not over micro batches.
     scale = engine.dp_world_size / valid
     lr = engine.get_lr()[0]
-    total = torch.zeros(1, dtype=torch.float64, device=engine.device)
+    aux_coef = engine.module.aux_loss_coef
+    totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
     for number, batch in enumerate(batches):
-        loss_sum, _ = engine(**batch)
-        engine.backward(loss_sum * scale, scale_wrt_gas=False)
-        total += loss_sum.detach()
+        loss_sum, _, aux_loss = engine(**batch)
+        totals[0] += loss_sum.detach()
+        objective = loss_sum * scale
+        if aux_loss is not None:  # not linear in the batch, so it is a mean over micro batches
+            totals[1] += aux_loss.detach()
+            objective = objective + aux_coef / len(batches) * aux_loss
+        engine.backward(objective, scale_wrt_gas=False)
         if number + 1 < len(batches):
             engine.step()  # counts the micro batch
     # The one synchronisation of a step: no bad loss may reach the weights.
-    own = float(total)
-    loss = float(distributed.all_reduce_sum(total)) / valid
-    if not _finite(loss):
+    own = float(totals.sum())
+    loss, aux_loss = distributed.all_reduce_sum(totals).tolist()
+    loss, aux_loss = loss / valid, aux_loss / (len(batches) * engine.dp_world_size)
+    if not _finite(loss + aux_loss):
         raise NonFinite("loss", distributed.ranks_where(not _finite(own)), applied=False)
     norm = _norm_before_step(engine)
     if norm is not None and not _finite(norm):
@@ -87,9 +94,11 @@ def train_step(engine: Any, batches: Sequence[Batch]) -> StepResult:
     if norm is None:
         norm = float(engine.get_global_grad_norm() or 0.0)
     skipped = not engine.was_step_applied()
+    if skipped:
+        engine.lr_scheduler.step()  # DeepSpeed would leave the schedule a step behind
     if not _finite(norm) and not engine.fp16_enabled():
         raise NonFinite("gradient", distributed.ranks_where(True), applied=not skipped)
-    return StepResult(loss, norm, lr, tokens, valid, skipped)
+    return StepResult(loss, None if aux_coef is None else aux_loss, norm, lr, tokens, valid, skipped)
 
 
 def _norm_before_step(engine: Any) -> float | None:
@@ -106,7 +115,7 @@ def eval_step(engine: Any, batches: Iterable[Batch]) -> float:
     engine.eval()
     total = torch.zeros(2, dtype=torch.float64, device=engine.device)
     for batch in batches:
-        loss_sum, valid = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()})
+        loss_sum, valid, _ = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()})
         total += torch.stack([loss_sum.double(), valid.double()])
     engine.train()
     loss_sum, valid = distributed.all_reduce_sum(total).tolist()

@@ -27,7 +27,7 @@ def test_the_chat_recipe_on_the_shipped_model(tmp_path):
     origin = model.Origin(recipe.model.model_name_or_path)
     tokenizer = model.load_tokenizer(origin, None, None)
     config = model.load_config(origin, {}, tokenizer)
-    model.check_fit(config, tokenizer, recipe.data.max_seq_length)
+    model.check_fit(config, recipe.data.max_seq_length)
     how = recipe.data.model_dump(exclude={"train", "eval"}) | {"progress": False}
     held_out = data.build([source.model_dump() for source in recipe.data.eval], tokenizer, **how)
     lm = model.build(origin, config, "sdpa", "bf16", 0, None)

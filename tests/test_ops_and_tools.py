@@ -24,11 +24,16 @@ def test_a_build_without_a_stamp_or_with_another_is_stale(tmp_path):
     folder = tmp_path / "op"
     folder.mkdir()
     (folder / "op.so").write_bytes(b"")
-    assert not ops._is_built(folder)
+    assert ops.state(folder) == "half-built"
+    (folder / "lock").touch()
+    assert ops.state(folder) == "locked by a build that was stopped"
     (folder / "dstrain.json").write_text(json.dumps(ops._stamp()))
-    assert ops._is_built(folder)
+    assert ops.state(folder) == "ready"
     (folder / "dstrain.json").write_text(json.dumps(ops._stamp() | {"torch": "1.0"}))
-    assert not ops._is_built(folder)
+    assert ops.state(folder) == "built for another torch"
+    (folder / "dstrain.json").write_text("{")
+    assert ops.state(folder) == "half-built"
+    assert ops.state(tmp_path / "none") == "missing"
 
 
 def test_a_missing_compiler_is_named(tmp_path, monkeypatch):

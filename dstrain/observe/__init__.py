@@ -36,10 +36,13 @@ class Observer:
         self.peak_tflops, self.flops_per_token = peak_tflops(device), flops_per_token
         self.meter = Meter(world_size, flops_per_token, self.peak_tflops)
         self.trackers: Trackers | None = None
+        self.dtypes: dict[str, str] = {}  # into the first row, then empty
 
-    def header(self, notes: Sequence[str], **lines: str) -> None:
-        """Print what is about to run."""
-        self.console.header(list(lines.items()))
+    def header(self, notes: Sequence[str], held: Mapping[str, str], **lines: str) -> None:
+        """Print what is about to run. held: dtypes by what is held in them."""
+        self.dtypes = dict(held)
+        shown = ", ".join(f"{name.replace('_', ' ')} {dtype}" for name, dtype in held.items())
+        self.console.header([*lines.items(), ("dtypes", shown)])
         if self.peak_tflops and self.flops_per_token:
             formula = f"tok/s x {self.flops_per_token:.3g} FLOP a token (6N + 12LHQT) / peak"
             self.console.header([("mfu", f"{formula} {self.peak_tflops:g} TFLOP/s a device (dense bf16)")])
@@ -57,8 +60,9 @@ class Observer:
         """Open metrics.jsonl and the trackers. options: the recipe, flat. wandb_id: a W&B run to continue."""
         self.metrics = MetricsFile(self.output_dir if self.is_main else None, self.first_step or None)
         names = report_to if self.is_main else ()
+        config = dict(options) | {f"dtypes.{name}": dtype for name, dtype in self.dtypes.items()}
         self.trackers = Trackers(
-            names, project, run_name or self.output_dir.name, self.output_dir, options, wandb_id
+            names, project, run_name or self.output_dir.name, self.output_dir, config, wandb_id
         )
         self.console.start()
 
@@ -83,6 +87,8 @@ class Observer:
             "grad_norm": result.grad_norm,
             "tokens_seen": tokens_seen,
         }
+        if result.aux_loss is not None:
+            self.last["aux_loss"] = result.aux_loss
         if result.skipped:
             self.console.say(f"step {step}: fp16 overflow; the loss scale was lowered and no weight changed")
 
@@ -95,7 +101,8 @@ class Observer:
         self._row(row if eval_loss is None else row | {"eval_loss": eval_loss})
 
     def _row(self, row: Mapping[str, float]) -> None:
-        self.metrics.write(row)
+        self.metrics.write(row | {"dtypes": self.dtypes} if self.dtypes else row)
+        self.dtypes = {}
         self.console.step(row)
         if self.trackers:
             self.trackers.log(row)

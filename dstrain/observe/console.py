@@ -38,6 +38,8 @@ class Console:
                 "grad_norm": f"{row['grad_norm']:.3f}",
                 "tok/s": f"{row['tokens_per_s']:,.0f}",
             }
+            if "aux_loss" in row:
+                shown["aux_loss"] = f"{row['aux_loss']:.4f}"
             if "mfu" in row:
                 shown["mfu"] = f"{row['mfu']:.1%}"
             step = int(row["step"])

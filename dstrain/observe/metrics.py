@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 class MetricsFile:
@@ -16,7 +17,7 @@ class MetricsFile:
             kept = [line for line in lines if resumed_step is not None and _step(line) <= resumed_step]
             self.file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
-    def write(self, row: Mapping[str, float]) -> None:
+    def write(self, row: Mapping[str, Any]) -> None:
         """Append a row."""
         if self.file:
             with self.file.open("a", encoding="utf-8") as stream:
