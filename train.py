@@ -11,6 +11,7 @@ Four parts: what to run; data, before any process group; model and engine; the l
 import argparse
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch.optim.lr_scheduler import LambdaLR
@@ -25,20 +26,18 @@ from dstrain.step import NonFinite, eval_step, train_step, undo_first_update
 LIBRARY = Path(__file__).resolve().parent / "ds_configs"
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="FILE", help="recipe.yaml, or the folder it is in")
     parser.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON instead of the recipe's")
     parser.add_argument("--zero_stage", type=int, choices=[0, 1, 2, 3], help="pick a file of ds_configs/")
     parser.add_argument("--precision", choices=["bf16", "fp16", "fp32"], help="pick a file of ds_configs/")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="show the first batch, train and write nothing"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="show the first batch; train, write nothing")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher puts it in
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="recipe or deepspeed.KEY=value"
     )
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def main(args: argparse.Namespace, world: distributed.World) -> None:

@@ -147,6 +147,12 @@ def _load(name: str, folder: Path) -> None:
     spec = importlib.util.spec_from_file_location(name, next(folder.glob("*.so")))
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    flags = sys.getdlopenflags()
+    if name == "pin_memory":  # async_io finds symbols in it
+        sys.setdlopenflags(flags | os.RTLD_GLOBAL)
+    try:
+        module = importlib.util.module_from_spec(spec)
+    finally:
+        sys.setdlopenflags(flags)
     spec.loader.exec_module(module)
     loaded[name] = module

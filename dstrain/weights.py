@@ -23,6 +23,11 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 Read = Callable[[str], torch.Tensor]
 
+_OWN_HEAD = (
+    "its output head has weights of its own, but the embedding's are asked for; set "
+    "model.config.tie_word_embeddings=false"
+)
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -116,6 +121,10 @@ def _whole(plan: _Plan) -> PreTrainedModel:
             raise UserError(
                 f"{origin.name}: {len(missing)} weights are not in the checkpoint, first {missing[0]!r}"
             )
+        head = model.get_output_embeddings()
+        tied = head is None or head.weight is model.get_input_embeddings().weight
+        if config.get_text_config().tie_word_embeddings and not tied:
+            raise UserError(f"{origin.name}: {_OWN_HEAD}")
         stored = config.get_text_config().vocab_size
         if plan.rows > stored:
             model.resize_token_embeddings(plan.rows, mean_resizing=False)
@@ -171,11 +180,12 @@ def _read(plan: _Plan, model: PreTrainedModel) -> Read:
         for name, shape in wanted.items()
     }
     if all(name in files and _shape(files[name], name) == shape for name, shape in expected.items()):
+        for target, source in (model.all_tied_weights_keys or {}).items():
+            if target in files and not torch.equal(_tensor(files, target), _tensor(files, source)):
+                raise UserError(f"{plan.origin.name}: {_OWN_HEAD}")
 
         def read(name: str) -> torch.Tensor:
-            with safe_open(files[name], "pt") as file:
-                tensor = file.get_tensor(name)
-            return _grown(tensor, plan.rows) if name in grown else tensor
+            return _grown(_tensor(files, name), plan.rows) if name in grown else _tensor(files, name)
 
         return read
     whole: Mapping[str, torch.Tensor] = _whole(plan).state_dict()
@@ -198,6 +208,11 @@ def _safetensors(origin: Origin) -> dict[str, str]:
         with safe_open(single, "pt") as file:
             return dict.fromkeys(file.keys(), single)
     return {}
+
+
+def _tensor(files: Mapping[str, str], name: str) -> torch.Tensor:
+    with safe_open(files[name], "pt") as file:
+        return file.get_tensor(name)
 
 
 def _shape(file: str, name: str) -> tuple[int, ...] | None:
