@@ -16,14 +16,12 @@ from pathlib import Path
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from dstrain import checkpoint, config, data, distributed, ds_config, dtypes, export, model, ops, schedule
+from dstrain import checkpoint, config, data, distributed, dtypes, export, model, ops, request, schedule
 from dstrain.distributed import deepspeed
 from dstrain.errors import OneLineParser, UserError
 from dstrain.observe import Observer, check_trackers, preview
 from dstrain.probe import check_isolation
 from dstrain.step import NonFinite, eval_step, train_step, undo_first_update
-
-LIBRARY = Path(__file__).resolve().parent / "ds_configs"
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -42,28 +40,17 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(args: argparse.Namespace, world: distributed.World) -> None:
     # ---- 1. What to run. The recipe says what is trained, the DeepSpeed JSON how; its "auto" is filled here.
-    recipe, ds_overrides = config.load_recipe(args.config, args.overrides)
-    asked = (recipe.deepspeed, args.deepspeed_config, args.zero_stage, args.precision, ds_overrides)
-    recipe_dir = config.recipe_file(args.config).resolve().parent
-    ds_file, ds_json = ds_config.choose(*asked, recipe_dir=recipe_dir, library_dir=LIBRARY)
-    origin = model.Origin(
-        recipe.model.model_name_or_path, recipe.model.revision, recipe.model.trust_remote_code
-    )
-    added, named = recipe.model.add_tokens, recipe.model.tokenizer_name_or_path
-    tokenizer = model.load_tokenizer(origin, named, recipe.model.chat_template, added)
-    model_config = model.load_config(origin, recipe.model.config, tokenizer)
-    rows = model.vocabulary_rows(model_config, tokenizer, added, recipe.model.pad_to_multiple_of)
-    ds = ds_config.resolve(
-        ds_json,
-        ds_file=str(ds_file),
-        recipe_file=args.config,
-        values=config.flat(recipe),
-        explicit=config.explicit_keys(recipe),
+    run = request.load(
+        args.config,
+        args.overrides,
         dp_size=world.size,
-        hidden_size=model_config.get_text_config().hidden_size,
         on_cpu=distributed.on_cpu(),
+        deepspeed_config=args.deepspeed_config,
+        zero_stage=args.zero_stage,
+        precision=args.precision,
     )
-    options = config.flat(recipe) | ds.in_force
+    recipe, ds, options = run.recipe, run.ds, run.options
+    tokenizer, model_config = run.tokenizer, run.model_config
     check_trackers(recipe.logging.report_to)
     output_dir = Path(recipe.output_dir).expanduser().resolve()
     writes = world.is_main and not args.dry_run
@@ -90,10 +77,11 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         return
 
     # ---- 3. Ranks, model and engine.
+    swap_locks = checkpoint.lock_nvme(ds.nvme_paths, world)  # noqa: F841  held as long as the process lives
     ops.ready((*ops.COLLECTIVES, *ds.ops) if distributed.on_cpu() else ds.ops)
     distributed.start(world)
     attention, zero3_config = recipe.model.attn_implementation, ds.config if ds.zero_stage == 3 else None
-    lm = model.build(origin, model_config, attention, ds.precision, recipe.seed, rows, zero3_config)
+    lm = model.build(run.origin, model_config, attention, ds.precision, recipe.seed, run.rows, zero3_config)
     if ds.gradient_checkpointing:
         model.checkpoint_activations(lm, offload=ds.offload_activations)
     warmup_steps = ds.warmup_steps or round(ds.warmup_ratio * max_steps)
@@ -129,14 +117,14 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     observer.header(
         (*ds.notes, *dtypes.notes(held)),
         held,
-        model=f"{origin.title} ({model_config.model_type}), {parameters:,} parameters",
+        model=f"{run.origin.title} ({model_config.model_type}), {parameters:,} parameters",
         data=data.describe(train_data),
         eval=data.describe(eval_data) if eval_data else "none",
         batch=f"{ds.micro} micro x {ds.gas} gas x {world.size} dp = {ds.global_batch} sequences"
         f" = {step_tokens:,} tokens",
         steps=f"{max_steps:,} = {max_steps / epoch_steps:.2f} epochs = {max_steps * step_tokens:,} tokens",
         schedule=f"{ds.lr_scheduler_type}, peak lr {ds.learning_rate:g}, {warmup_steps} warm-up steps",
-        deepspeed=f"ZeRO {ds.zero_stage}, {ds.precision}, {ds_file.name}"
+        deepspeed=f"ZeRO {ds.zero_stage}, {ds.precision}, {run.ds_file.name}"
         + (", gradient checkpointing" if ds.gradient_checkpointing else ""),
         device=distributed.describe(world),
         versions=distributed.versions(),
@@ -148,7 +136,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     if world.is_main:
         lock = lock or checkpoint.lock(output_dir)  # held as long as the process lives
         saved = config.dump_recipe(recipe, output_dir=str(output_dir), deepspeed="ds_config.json")
-        checkpoint.describe(output_dir, options, saved, ds_json, ds.config)
+        checkpoint.describe(output_dir, options, saved, run.ds_json, ds.config)
     observer.start(logs.report_to, logs.project, logs.run_name, options, wandb_id)
 
     def evaluate() -> float:
@@ -185,7 +173,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         export.export(lm, tokenizer, folder, writer=world.is_main)
         observer.say(f"exported to {recipe.output_dir}/hf_model")
         if logs.sample_prompt and world.is_main:
-            how = (origin.trust_remote_code, logs.sample_prompt, logs.sample_tokens, recipe.seed)
+            how = (run.origin.trust_remote_code, logs.sample_prompt, logs.sample_tokens, recipe.seed)
             observer.say(export.sample(folder, *how))
 
 

@@ -76,12 +76,52 @@ def import_gguf(
 
 
 @app.command()
-def build_ops() -> None:
-    """Build the DeepSpeed ops that this machine needs, once, in one process."""
-    from dstrain import distributed, ops
+def doctor(
+    config: Annotated[Path | None, typer.Option(help="Recipe whose ops are meant, else the usual")] = None,
+    build_ops: Annotated[bool, typer.Option(help="Build the ops that are not ready")] = False,
+) -> None:
+    """Show whether DeepSpeed's compiled ops are ready, and build them before ranks start."""
+    from dstrain import distributed, ops, request
 
-    built = ops.ready((*ops.COLLECTIVES, "cpu_adam") if distributed.on_cpu() else ("cpu_adam",))
-    typer.echo(f"built {', '.join(built)}" if built else f"ops are ready in {ops.cache_dir()}")
+    distributed.prepare()  # quiets the libraries
+    usual = ("cpu_adam", *(ops.NVME if ops.has_libaio() else ()))
+    needed = request.load(config, dp_size=1, on_cpu=distributed.on_cpu()).ds.ops if config else usual
+    if distributed.on_cpu():
+        needed = (*ops.COLLECTIVES, *needed)
+    if build_ops:
+        ops.ready(needed)
+    states = {name: ops.state(ops.cache_dir() / name) for name in needed}
+    for name, state in states.items():
+        typer.echo(f"{name:<20} {state}")
+    if not config and not ops.has_libaio():
+        typer.echo("async_io             left out: offload to NVMe files needs the package libaio-dev")
+    if any(state != "ready" for state in states.values()):
+        raise UserError(f"not all ops are ready in {ops.cache_dir()}; add --build-ops")
+
+
+@app.command(context_settings={"allow_extra_args": True})
+def parity(
+    context: typer.Context,
+    config: Annotated[Path, typer.Option(help="Recipe to check; section.key=value overrides may follow")],
+    stages: Annotated[str, typer.Option(help="ZeRO stages, or `own` for the recipe's JSON")] = "own,0,1,2,3",
+    precisions: Annotated[str, typer.Option(help="bf16, fp32, or `own` for the recipe's")] = "own",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks")] = "1,2",
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps to compare")] = 10,
+) -> None:
+    """Compare a recipe's losses under ZeRO stages, precisions and ranks with a plain PyTorch loop."""
+    import tempfile
+
+    from dstrain import parity as compared
+    from dstrain.parity.plan import cases
+
+    chosen = cases(config, context.args, stages.split(","), precisions.split(","), ranks.split(","), steps)
+    with tempfile.TemporaryDirectory(prefix="parity-") as folder:
+        outcomes = compared.compare(chosen, Path(folder), seconds_a_case=600)
+    typer.echo(compared.table(outcomes))
+    failed = [outcome for outcome in outcomes if not outcome.passed]
+    typer.echo(f"\n{len(outcomes) - len(failed)} of {len(outcomes)} within tolerance")
+    if failed:
+        raise SystemExit(1)
 
 
 @app.command()

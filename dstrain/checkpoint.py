@@ -9,7 +9,7 @@ A checkpoint is written into `tmp-STEP`, and gets its name when it is whole; `la
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -181,17 +181,32 @@ def claim(output_dir: Path, recipe: Mapping[str, Any]) -> None:
             )
 
 
-def lock(output_dir: Path) -> FileLock:
-    """Take the folder for this process, until it ends. Raises UserError if another run has it."""
+def lock(folder: Path, key: str = "output_dir") -> FileLock:
+    """Take a folder, made if it is missing, for this process until it ends. key: what the user calls it.
+
+    Raises UserError if another run has it, or if it cannot be written.
+    """
     try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        held = FileLock(output_dir / ".lock")
+        folder.mkdir(parents=True, exist_ok=True)
+        held = FileLock(folder / ".lock")
         held.acquire(timeout=0)
     except Timeout:
-        raise UserError(f"output_dir={str(output_dir)!r}: another run is writing there") from None
+        raise UserError(f"{key}={str(folder)!r}: another run is writing there") from None
     except OSError as error:
-        raise UserError(f"output_dir={str(output_dir)!r}: cannot be written: {error.strerror}") from None
+        raise UserError(f"{key}={str(folder)!r}: cannot be written: {error.strerror}") from None
     return held
+
+
+def lock_nvme(folders: Sequence[str], place: distributed.World) -> list[FileLock]:
+    """Take the folders that tensors are offloaded to: files of two runs have the same names.
+
+    One process of each host takes them. Raises UserError for a folder that does not exist, which a run that
+    made it would fill with terabytes on whichever disk it came to lie, or that another run has.
+    """
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise UserError(f"nvme_path={folder!r}: no such folder; name one on a local NVMe disk")
+    return [lock(Path(folder), "nvme_path") for folder in folders if place.local_rank == 0]
 
 
 def _by_leaf(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -25,6 +25,7 @@ from dstrain.ds_fill import (
     fit_to_stage,
     more_ops,
     normalise,
+    nvme_paths,
     show,
 )
 from dstrain.ds_keys import DEEPSPEED_AUTO, check_keys, lookup, walk
@@ -59,6 +60,7 @@ class Resolved:
     gradient_checkpointing: bool
     offload_activations: bool
     ops: tuple[str, ...]  # DeepSpeed's op builders, beside shm_comm on a CPU, that must be built
+    nvme_paths: tuple[str, ...]  # folders that offloaded tensors are written to
     notes: tuple[str, ...]  # a printed line each
 
     @property
@@ -251,6 +253,7 @@ def resolve(
         gradient_checkpointing=gradient_checkpointing,
         offload_activations=offload_activations,
         ops=(*optimizer.ops, *more_ops(config, on_cpu, ds_file)),
+        nvme_paths=nvme_paths(zero),
         notes=(*notes, *optimizer.notes, *schedule.notes, *more),
     )
 

@@ -269,10 +269,16 @@ def checkpointing(block: dict, settings: Settings) -> tuple[bool, bool, list[str
     return on, bool(block.get("cpu_checkpointing")), notes
 
 
+def nvme_paths(zero: dict) -> tuple[str, ...]:
+    """Return the folders that tensors are offloaded to, each once."""
+    blocks = [zero.get(name) or {} for name in ("offload_param", "offload_optimizer")]
+    return tuple(dict.fromkeys(block["nvme_path"] for block in blocks if block.get("device") == "nvme"))
+
+
 def more_ops(config: dict, on_cpu: bool, file: str) -> list[str]:
     """Return the op builders of NVMe offload and of quantized communication."""
     zero, ops = config["zero_optimization"], []
-    if any(lookup(zero, f"{name}.device") == "nvme" for name in ("offload_param", "offload_optimizer")):
+    if nvme_paths(zero):
         ops += ["pin_memory", "async_io"]
         if lookup(config, "aio.use_gds"):
             ops.append("gds")

@@ -30,6 +30,6 @@ if [[ $(cat .venv/stamp 2>/dev/null) != "$stamp" ]]; then
     echo "$stamp" >.venv/stamp
 fi
 if [[ ! -f .venv/ops-stamp || $(cat .venv/ops-stamp) != "$stamp $(uname -m)" ]]; then
-    .venv/bin/python -m dstrain build-ops
+    .venv/bin/python -m dstrain doctor --build-ops
     echo "$stamp $(uname -m)" >.venv/ops-stamp
 fi

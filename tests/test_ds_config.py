@@ -236,15 +236,18 @@ def test_shipped_json_resolves_and_deepspeed_takes_it(json_name):
 
     ds = load_json(LIBRARY / json_name)
     stage = int(json_name[4])
-    precision = next((name for name in ("fp32", "fp16") if name in json_name), "bf16")
+    precision = next((name for name in ("_fp32.", "_fp16.") if name in json_name), "bf16").strip("_.")
+    in_force = "bf16 autocast" if "autocast" in json_name else precision
+    ops = {"offload": ("cpu_adam",), "nvme": ("cpu_adam", "pin_memory", "async_io"), "zeropp": ("quantizer",)}
     resolved = fill(ds, {"train_micro_batch_size_per_gpu": 2, "precision": precision}, on_cpu=False)
-    assert (resolved.zero_stage, resolved.precision) == (stage, precision)
-    assert not resolved.notes
-    assert resolved.ops == (("cpu_adam",) if "offload" in json_name else ())
+    assert (resolved.zero_stage, resolved.precision) == (stage, in_force)
+    assert all("turns gradient checkpointing on" in note for note in resolved.notes)
+    assert resolved.ops == next((needed for part, needed in ops.items() if part in json_name), ())
     theirs = DeepSpeedConfig(copy.deepcopy(resolved.config))
     assert theirs.zero_optimization_stage == stage
-    assert theirs.bfloat16_config.enabled == (precision == "bf16")
-    assert theirs.float16_config.enabled == (precision == "fp16")
+    assert theirs.bfloat16_config.enabled == (in_force == "bf16")
+    assert theirs.float16_config.enabled == (in_force == "fp16")
+    assert theirs.torch_autocast_enabled == (in_force == "bf16 autocast")
     assert theirs.train_batch_size == 2
 
 

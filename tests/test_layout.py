@@ -36,6 +36,9 @@ ALLOWED = {
     "observe": {"errors", "observe"},
     "tokenizer": {"errors"},
     "gguf": {"errors"},
+    # What train.py and the commands have in common, and what launches train.py.
+    "request": {"config", "ds_config", "model"},
+    "parity": {"errors", "data", "distributed", "request", "parity"},
 }
 
 

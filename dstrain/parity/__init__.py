@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dstrain.errors import UserError
 from dstrain.parity.spec import reference_spec
 
 __all__ = ["TOLERANCES", "Case", "Outcome", "compare", "table"]
@@ -72,8 +73,8 @@ def compare(
         home.mkdir(parents=True)
         try:
             spec, outcome.extra = reference_spec(outcome.case.arguments, outcome.case.ranks, home)
-        except Exception as error:
-            outcome.error = f"{type(error).__name__}: {error}"
+        except UserError as error:
+            outcome.error = str(error)
             continue
         outcome.precision = spec["precision"] + (" autocast" if spec["autocast"] else "")
         digest = hashlib.sha256(Path(spec["batches"]).read_bytes()).hexdigest()

@@ -10,10 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 import train
-from dstrain import config, data, ds_config, model
+from dstrain import data, distributed, request
 from dstrain.errors import UserError
-
-_REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def reference_spec(arguments: Sequence[str], ranks: int, folder: Path) -> tuple[dict[str, Any], list[str]]:
@@ -23,32 +21,19 @@ def reference_spec(arguments: Sequence[str], ranks: int, folder: Path) -> tuple[
     Raises UserError for what the reference cannot do, and as train.py does for mistakes.
     """
     args = train.parse_args(list(arguments))
-    recipe, ds_overrides = config.load_recipe(args.config, args.overrides)
-    asked = (recipe.deepspeed, args.deepspeed_config, args.zero_stage, args.precision, ds_overrides)
-    recipe_dir = config.recipe_file(args.config).resolve().parent
-    ds_file, ds_json = ds_config.choose(*asked, recipe_dir=recipe_dir, library_dir=_REPOSITORY / "ds_configs")
-    origin = model.Origin(
-        recipe.model.model_name_or_path, recipe.model.revision, recipe.model.trust_remote_code
-    )
-    added = recipe.model.add_tokens
-    tokenizer = model.load_tokenizer(
-        origin, recipe.model.tokenizer_name_or_path, recipe.model.chat_template, added
-    )
-    model_config = model.load_config(origin, recipe.model.config, tokenizer)
-    rows = model.vocabulary_rows(model_config, tokenizer, added, recipe.model.pad_to_multiple_of)
-    ds = ds_config.resolve(
-        ds_json,
-        ds_file=str(ds_file),
-        recipe_file=args.config,
-        values=config.flat(recipe),
-        explicit=config.explicit_keys(recipe),
+    asked = request.load(
+        args.config,
+        args.overrides,
         dp_size=ranks,
-        hidden_size=model_config.get_text_config().hidden_size,
-        on_cpu=not torch.cuda.is_available(),
+        on_cpu=distributed.on_cpu(),
+        deepspeed_config=args.deepspeed_config,
+        zero_stage=args.zero_stage,
+        precision=args.precision,
     )
+    recipe, ds, tokenizer, model_config = asked.recipe, asked.ds, asked.tokenizer, asked.model_config
     optimizer = ds.config["optimizer"]["type"]
     if optimizer.lower() not in ("adamw", "adam"):
-        raise UserError(f"{ds_file}: optimizer.type={optimizer}: the reference knows AdamW alone")
+        raise UserError(f"{asked.ds_file}: optimizer.type={optimizer}: the reference knows AdamW alone")
     how = recipe.data.model_dump(exclude={"train", "eval"}) | {"progress": False}
     sources = data.build([source.model_dump() for source in recipe.data.train], tokenizer, **how)
     width = recipe.data.max_seq_length if recipe.data.packing else None
@@ -60,15 +45,15 @@ def reference_spec(arguments: Sequence[str], ranks: int, folder: Path) -> tuple[
     batches = folder / "batches.safetensors"
     save_file(_stacked([loader.next_step()[0] for _ in range(steps)]), batches)
     described = json.loads(json.dumps(model_config.to_dict(), default=str))
-    if origin.name is None:
-        described["vocab_size"] = rows
+    if asked.origin.name is None:
+        described["vocab_size"] = asked.rows
     drops = [name for name, value in described.items() if _is_dropout(name) and value]
     described |= dict.fromkeys(drops, 0.0)
     mixture = getattr(model_config, "output_router_logits", False)
     spec = {
-        "folder": origin.name,
+        "folder": asked.origin.name,
         "config": described,
-        "rows": rows,
+        "rows": asked.rows,
         "seed": recipe.seed,
         "precision": ds.precision.split()[0],
         "autocast": ds.precision.endswith("autocast"),

@@ -1,0 +1,68 @@
+"""What a command line asks for: recipe, DeepSpeed config, tokenizer, model config. No weights, no data."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dstrain import config, ds_config, model
+
+LIBRARY = Path(__file__).resolve().parents[1] / "ds_configs"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A recipe and what follows from it on a number of data-parallel ranks."""
+
+    recipe: config.Recipe
+    ds_file: Path
+    ds_json: dict[str, Any]  # as given
+    ds: ds_config.Resolved
+    origin: model.Origin
+    tokenizer: Any
+    model_config: Any
+    rows: int  # of the embedding
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All that decides the losses, flat: the recipe's options and the values in force."""
+        return config.flat(self.recipe) | self.ds.in_force
+
+
+def load(
+    recipe_file: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    dp_size: int,
+    on_cpu: bool,
+    deepspeed_config: str | None = None,
+    zero_stage: int | None = None,
+    precision: str | None = None,
+) -> Request:
+    """Read a recipe with its overrides, find its DeepSpeed JSON, and fill the one from the other.
+
+    deepspeed_config, zero_stage, precision: name a JSON in place of the recipe's. Raises UserError for what
+    is wrong in any of them, and for a tokenizer or model config that cannot be found.
+    """
+    recipe, ds_overrides = config.load_recipe(recipe_file, overrides)
+    ds_file, ds_json = ds_config.choose(
+        *(recipe.deepspeed, deepspeed_config, zero_stage, precision, ds_overrides),
+        recipe_dir=config.recipe_file(recipe_file).resolve().parent,
+        library_dir=LIBRARY,
+    )
+    own = recipe.model
+    origin = model.Origin(own.model_name_or_path, own.revision, own.trust_remote_code)
+    tokenizer = model.load_tokenizer(origin, own.tokenizer_name_or_path, own.chat_template, own.add_tokens)
+    model_config = model.load_config(origin, own.config, tokenizer)
+    rows = model.vocabulary_rows(model_config, tokenizer, own.add_tokens, own.pad_to_multiple_of)
+    resolved = ds_config.resolve(
+        ds_json,
+        ds_file=str(ds_file),
+        recipe_file=str(recipe_file),
+        values=config.flat(recipe),
+        explicit=config.explicit_keys(recipe),
+        dp_size=dp_size,
+        hidden_size=model_config.get_text_config().hidden_size,
+        on_cpu=on_cpu,
+    )
+    return Request(recipe, ds_file, ds_json, resolved, origin, tokenizer, model_config, rows)
