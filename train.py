@@ -87,12 +87,13 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     warmup_steps = ds.warmup_steps or round(ds.warmup_ratio * max_steps)
     shape = (ds.lr_scheduler_type, max_steps, warmup_steps, ds.min_lr_ratio, recipe.train.decay_ratio)
     distributed.seed_all(recipe.seed, world.rank)
-    engine, *_ = deepspeed.initialize(
-        model=model.CausalLMLoss(lm),
-        model_parameters=model.parameter_groups(lm, ds.weight_decay),
-        lr_scheduler=lambda optimizer: LambdaLR(optimizer, schedule.multiplier(*shape)),
-        config=ds.config,
-    )
+    with model.keep_buffers(lm):
+        engine, *_ = deepspeed.initialize(
+            model=model.CausalLMLoss(lm),
+            model_parameters=model.parameter_groups(lm, ds.weight_decay),
+            lr_scheduler=lambda optimizer: LambdaLR(optimizer, schedule.multiplier(*shape)),
+            config=ds.config,
+        )
     undo_first_update(engine)
     check_isolation(engine, recipe.data.packing)
     first, tokens_seen, wandb_id = 0, 0, None
@@ -115,7 +116,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     )
     held = dtypes.held(engine)
     observer.header(
-        (*ds.notes, *dtypes.notes(held)),
+        (*ds.notes, *dtypes.notes(held, ds.gas)),
         held,
         model=f"{run.origin.title} ({model_config.model_type}), {parameters:,} parameters",
         data=data.describe(train_data),

@@ -41,14 +41,22 @@ def held(engine: Any) -> dict[str, str]:
     }
 
 
-def notes(dtypes: dict[str, str]) -> list[str]:
-    """Return what a user should know of a run whose master weights are not in fp32."""
-    kept = dtypes["master_weights"]
-    # Half of the distance to the next number: 8 bits of significand in bf16, 11 in fp16.
-    least = {"bf16": "1/512", "fp16": "1/4096"}.get(kept)
-    if least is None:
-        return []
-    return [f"no fp32 master weights: an update below {least} of a weight is lost, as {kept} rounds it away"]
+# Half of the distance to the next number, over the number: 8 bits of significand in bf16, 11 in fp16.
+_LEAST = {"bf16": "1/512", "fp16": "1/4096"}
+_MANY = 16  # micro batches
+
+
+def notes(dtypes: dict[str, str], gas: int) -> list[str]:
+    """Return what a user should know of these dtypes, with `gas` micro batches a step."""
+    found, kept = [], dtypes["master_weights"]
+    if kept in _LEAST:
+        found.append(f"no fp32 master weights: {kept} rounds an update below {_LEAST[kept]} of a weight away")
+    if gas >= _MANY and dtypes["gradients"] in _LEAST:
+        found.append(
+            f"gradients of {gas} micro batches are added up in {dtypes['gradients']}, which loses small "
+            "ones; deepspeed.data_types.grad_accum_dtype=fp32 keeps them (ZeRO 1 to 3)"
+        )
+    return found
 
 
 def _masters(wrapper: Any) -> Sequence[torch.Tensor]:

@@ -139,7 +139,10 @@ def _partitioned(plan: _Plan, zero3_config: dict[str, Any]) -> PreTrainedModel:
     import torch._dynamo  # zero.Init patches torch functions and breaks a first import inside it
     from transformers.initialization import no_init_weights
 
-    with no_init_weights(), _errors_only(), deepspeed.zero.Init(config_dict_or_path=zero3_config):
+    # Without its dtype override: parameters get Transformers' dtype, and rotary frequencies keep theirs.
+    overrides = [deepspeed.runtime.zero.DeepSpeedTensorOverride.device]
+    partitions = deepspeed.zero.Init(config_dict_or_path=zero3_config, tensor_overrides=overrides)
+    with no_init_weights(), _errors_only(), partitions:
         model = AutoModelForCausalLM.from_config(
             _with_rows(plan.config, plan.rows), attn_implementation=plan.attn_implementation, dtype=plan.dtype
         )

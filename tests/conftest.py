@@ -1,7 +1,7 @@
 """Fixtures that several test files share."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,3 +31,18 @@ def tokens_of(tokenizer, tmp_path) -> Callable[..., Tokens]:
         return prepare([spec], tokenizer, str(tmp_path / "cache"), 1, False)[0]
 
     return tokens_of
+
+
+@pytest.fixture(scope="session")
+def process_group() -> Iterator[None]:
+    """One process as all ranks, as train.py starts it without a launcher."""
+    from dstrain import distributed, ops
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            patch.setenv(name, "0")
+            patch.delenv(name)
+        distributed.prepare()
+        ops.ready(ops.COLLECTIVES)
+        distributed.start(distributed.World(0, 1, 0, 1))
+        yield

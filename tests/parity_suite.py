@@ -19,7 +19,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from running import QUICKSTART, tiny_recipe  # noqa: E402
 
-from dstrain import parity  # noqa: E402
+from dstrain import ops, parity  # noqa: E402
 
 CHAT = REPOSITORY / "recipes" / "sft-smollm2-135m" / "data" / "factbook_chat_eval.jsonl"
 STEPS, GLOBAL_BATCH = 10, 8
@@ -168,6 +168,8 @@ def suite(folder: Path) -> Suite:
             )
             s.add("offload", f"ZeRO 3, optimizer and parameters on the CPU, {precision}", "zero3_offload.json",
                   ranks, *off, ci=ranks == 2)  # fmt: skip
+            if not ops.has_libaio():
+                continue
             block = "deepspeed.zero_optimization.offload"
             here = [f"{block}_{part}.nvme_path={folder / 'nvme'}" for part in ("optimizer", "param")]
             s.add("offload", f"ZeRO 3, both in NVMe files, {precision}", "zero3_nvme.json", ranks, *off, *here,

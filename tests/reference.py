@@ -25,9 +25,10 @@ def load_model(spec):
     torch.manual_seed(spec["seed"])
     config = AutoConfig.for_model(**spec["config"])
     if spec["folder"] is None:
-        return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).to(
-            dtype
-        )
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        for parameter in model.parameters():  # buffers, such as rotary frequencies, stay in fp32
+            parameter.data = parameter.data.to(dtype)
+        return model
     model = AutoModelForCausalLM.from_pretrained(
         spec["folder"], config=config, attn_implementation="eager", dtype=dtype
     )

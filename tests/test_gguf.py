@@ -30,11 +30,11 @@ def test_the_chat_recipe_on_the_shipped_model(tmp_path):
     model.check_fit(config, recipe.data.max_seq_length)
     how = recipe.data.model_dump(exclude={"train", "eval"}) | {"progress": False}
     held_out = data.build([source.model_dump() for source in recipe.data.eval], tokenizer, **how)
-    lm = model.build(origin, config, "sdpa", "bf16", 0, None)
+    lm = model.build(origin, config, "sdpa", "bf16", 0, config.vocab_size, None)
     assert lm.lm_head.weight.data_ptr() == lm.model.embed_tokens.weight.data_ptr()
     batch = next(data.eval_batches(held_out, 2, 0, 1, 512, tokenizer.eos_token_id))
     with torch.no_grad():
-        loss_sum, valid = model.CausalLMLoss(lm.eval())(**batch)
+        loss_sum, valid, _ = model.CausalLMLoss(lm.eval())(**batch)
     # Far below the uniform 10.8: the weights, the tokenizer and the template fit together.
     assert 1.5 < float(loss_sum / valid) < 4.0
 

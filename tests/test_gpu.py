@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from running import launch, losses, tiny_recipe
+from running import launch, losses, metrics, tiny_recipe
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,3 +23,37 @@ def test_stages_agree_on_a_gpu(tmp_path, stage, precision):
     launch("--config", reference, "--zero_stage", 0, "--precision", "fp32", launcher="deepspeed")
     tolerance = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}[precision]
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "reference" / "run"), rel=tolerance)
+
+
+ON_A_GPU = ["zero3_zeropp.json", "zero2_offload.json", "zero3_offload.json", "zero3_checkpointing_cpu.json"]
+ON_A_GPU += ["zero1_autocast.json", "zero3_autocast.json", "zero2_bf16_states.json", "zero2_fp32_grads.json"]
+ON_A_GPU += ["zero2_overlap.json", "zero3_overlap.json"]
+
+
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_json_trains_on_a_gpu(tmp_path, name):
+    ranks = torch.cuda.device_count() if "zeropp" in name else 1
+    more = [f"deepspeed.zero_optimization.zero_hpz_partition_size={ranks}"] if "zeropp" in name else []
+    recipe = tiny_recipe(tmp_path, train={"max_steps": 8})
+    process = launch(
+        *("--config", recipe, "--deepspeed_config", name, *more), launcher="deepspeed", ranks=ranks
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    found = losses(tmp_path / "run")
+    assert found[-1] < found[0]
+
+
+def test_fp16_skips_a_step_lowers_its_scale_and_keeps_the_schedule(tmp_path):
+    """A first loss scale far too high: steps are skipped until it fits, and each step still has its own rate."""
+    recipe = tiny_recipe(tmp_path, train={"max_steps": 12, "lr_scheduler_type": "linear"})
+    process = launch(
+        *("--config", recipe, "--deepspeed_config", "zero1_fp16.json"),
+        *("deepspeed.fp16.initial_scale_power=32", "deepspeed.fp16.hysteresis=1"),
+        launcher="deepspeed",
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert "fp16 overflow; the loss scale was lowered" in process.stdout
+    rates = [row["lr"] for row in metrics(tmp_path / "run") if "lr" in row]
+    assert rates == pytest.approx([1e-2 * (1 - step / 11) for step in range(12)], abs=1e-9)
+    found = losses(tmp_path / "run")
+    assert found[-1] < found[0]

@@ -5,9 +5,10 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from running import QUICKSTART, REPOSITORY
+from running import QUICKSTART, REPOSITORY, launch, losses, tiny_recipe
 
 from dstrain import ops
 from dstrain.errors import UserError
@@ -55,6 +56,72 @@ def test_tokenizer_of_the_quickstart_is_reproducible(tmp_path):
     assert json.loads((tmp_path / "tokenizer.json").read_text())["model"] == shipped["model"]
     with pytest.raises(UserError, match="need at least 257"):
         train_tokenizer(iter(["a"]), 256, tmp_path)
+
+
+def test_a_missing_libaio_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(ops, "has_libaio", lambda: False)
+    with pytest.raises(UserError, match="op async_io: libaio is missing; install the package 'libaio-dev'"):
+        ops.ready(["async_io"])
+
+
+@pytest.mark.slow
+def test_two_launches_at_once_on_an_empty_cache(tmp_path):
+    """One builds and the other waits; what a stopped build left behind holds neither up."""
+    left = tmp_path / "ops" / "deepspeed_shm_comm"
+    left.mkdir(parents=True)
+    (left / "lock").touch()
+    (left / "build.ninja").write_text("half")
+    with ThreadPoolExecutor() as pool:
+        environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "ops")}
+        starts = [
+            pool.submit(
+                launch,
+                *("--config", tiny_recipe(tmp_path / name), "train.max_steps=1"),
+                launcher="torchrun" if name == "b" else "python",
+                ranks=2 if name == "b" else 1,
+                env=environment,
+            )
+            for name in "ab"
+        ]
+        ended = [start.result() for start in starts]
+    assert [process.returncode for process in ended] == [0, 0], ended[0].stderr + ended[1].stderr
+    said = ended[0].stdout + ended[1].stdout
+    assert said.count("building DeepSpeed op deepspeed_shm_comm") == 1
+    assert "op deepspeed_shm_comm is locked by a build that was stopped: it is built anew" in said
+    assert len(losses(tmp_path / "a" / "run")) == len(losses(tmp_path / "b" / "run")) == 1
+
+
+@pytest.mark.slow
+def test_doctor_builds_what_a_recipe_needs(tmp_path, monkeypatch):
+    recipe = tiny_recipe(tmp_path, deepspeed="zero1_fp32.json")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
+    empty = command("doctor", "--config", str(recipe))
+    assert empty.returncode == 2
+    assert empty.stdout.split() == ["deepspeed_shm_comm", "missing"]
+    assert empty.stderr == f"error: not all ops are ready in {tmp_path / 'ops'}; add --build-ops\n"
+    built = command("doctor", "--build-ops", "--config", str(recipe))
+    assert built.returncode == 0, built.stderr
+    assert re.search("deepspeed_shm_comm +ready", built.stdout)
+    assert {path.name for path in (tmp_path / "ops").iterdir() if path.is_dir()} == {"deepspeed_shm_comm"}
+    offload = tiny_recipe(tmp_path, deepspeed="zero3_nvme.json")
+    shown = command("doctor", "--config", str(offload)).stdout
+    assert [line.split()[0] for line in shown.splitlines()] == [
+        "deepspeed_shm_comm",
+        "cpu_adam",
+        "pin_memory",
+        "async_io",
+    ]
+
+
+@pytest.mark.slow
+def test_a_wrong_nvme_path_is_named(tmp_path):
+    recipe = tiny_recipe(tmp_path, deepspeed="zero3_nvme.json")
+    process = launch("--config", recipe)
+    assert process.returncode == 2
+    assert process.stderr == (
+        "error: nvme_path='/local_nvme': no such folder; name one on a local NVMe disk\n"
+    )
 
 
 @pytest.mark.slow

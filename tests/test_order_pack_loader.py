@@ -307,11 +307,11 @@ def test_documents_of_a_pack_do_not_see_each_other(packed, kind):
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_loss_of_a_pack_is_the_sum_of_its_documents(packed, kind):
     module = CausalLMLoss(tiny(kind))
-    total, valid = module(**packed)
+    total, valid, _ = module(**packed)
     alone = 0.0
     for document in range(1, int(packed["document_ids"].max()) + 1):
         here = packed["document_ids"][0] == document
-        loss, _ = module(**{name: tensor[:, here] for name, tensor in packed.items()})
+        loss, _, _ = module(**{name: tensor[:, here] for name, tensor in packed.items()})
         alone += float(loss)
     assert valid == (packed["labels"] >= 0).sum()
     assert float(total) == pytest.approx(alone, rel=1e-5)
@@ -329,7 +329,7 @@ def test_the_loss_is_that_of_transformers(tokens_of, kind):
         labels = torch.full_like(batch["input_ids"], IGNORE)
         labels[:, 1:] = batch["labels"][:, :-1]  # unshifted, as Transformers takes them
         own = model(input_ids=batch["input_ids"], labels=labels, use_cache=False).loss
-        loss, count = module(**batch)
+        loss, count, _ = module(**batch)
         total, valid, expected = total + float(loss), valid + int(count), expected + float(own) * int(count)
     assert total / valid == pytest.approx(expected / valid, rel=1e-5)
 
@@ -339,11 +339,11 @@ def test_padding_does_not_change_the_loss(tokens_of):
     module = CausalLMLoss(tiny("llama"))
     source = sequences(tokens_of(PAIRS, *PAIR), 200, False, "drop")
     rows = [(source, source.segments(index)) for index in range(4)]
-    together, count = module(**collate(rows, None, 0))
+    together, count, _ = module(**collate(rows, None, 0))
     alone = [module(**collate([row], None, 0)) for row in rows]
-    assert float(together) == pytest.approx(sum(float(loss) for loss, _ in alone), rel=1e-5)
-    assert count == sum(int(valid) for _, valid in alone)
-    wide, _ = module(**collate(rows, 200, 7))
+    assert float(together) == pytest.approx(sum(float(loss) for loss, *_ in alone), rel=1e-5)
+    assert count == sum(int(valid) for _, valid, _ in alone)
+    wide, _, _ = module(**collate(rows, 200, 7))
     assert float(wide) == pytest.approx(float(together), rel=1e-5)
 
 

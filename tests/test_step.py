@@ -8,22 +8,8 @@ import torch
 import transformers
 from torch.optim.lr_scheduler import LambdaLR
 
-from dstrain import distributed, model, ops, schedule
+from dstrain import model, schedule
 from dstrain.step import NonFinite, eval_step, train_step, undo_first_update
-
-
-@pytest.fixture(scope="module")
-def process_group():
-    world = distributed.World(0, 1, 0, 1)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            patch.setenv(name, "0")
-            patch.delenv(name)
-        distributed.prepare()
-        ops.ready(ops.COLLECTIVES)
-        distributed.start(world)
-        yield
-        torch.distributed.destroy_process_group()
 
 
 def tiny(tie=True, dtype=torch.float32):
