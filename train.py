@@ -16,7 +16,19 @@ from pathlib import Path
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from dstrain import checkpoint, config, data, distributed, dtypes, export, model, ops, request, schedule
+from dstrain import (
+    checkpoint,
+    config,
+    data,
+    distributed,
+    dtypes,
+    export,
+    model,
+    ops,
+    request,
+    run_folder,
+    schedule,
+)
 from dstrain.distributed import deepspeed
 from dstrain.errors import OneLineParser, UserError
 from dstrain.observe import Observer, check_trackers, preview
@@ -54,8 +66,8 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     check_trackers(recipe.logging.report_to)
     output_dir = Path(recipe.output_dir).expanduser().resolve()
     writes = world.is_main and not args.dry_run
-    lock = checkpoint.lock(output_dir) if writes and output_dir.is_dir() else None
-    checkpoint.claim(output_dir, options)
+    lock = run_folder.lock(output_dir) if writes and output_dir.is_dir() else None
+    run_folder.claim(output_dir, options)
     resume_from = checkpoint.find(output_dir, recipe.checkpoint.resume_from_checkpoint)
 
     # ---- 2. Data, before the process group: tokenizing may take longer than ranks wait for one another.
@@ -68,7 +80,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     loader = data.Loader(train_data, recipe.seed, ds.micro, ds.gas, world.rank, world.size, width, pad_id)
     epoch_steps = loader.epoch_sequences / ds.global_batch
     max_steps = recipe.train.max_steps or math.ceil(recipe.train.num_train_epochs * epoch_steps)
-    finished = resume_from is not None and checkpoint.read_trainer(resume_from)["step"] >= max_steps
+    finished = (checkpoint.newest_step(resume_from) or 0) >= max_steps
     exported = (output_dir / "hf_model").exists() or not recipe.checkpoint.export
     if finished and exported and not args.dry_run:
         distributed.say(
@@ -77,7 +89,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         return
 
     # ---- 3. Ranks, model and engine.
-    swap_locks = checkpoint.lock_nvme(ds.nvme_paths, world)  # noqa: F841  held as long as the process lives
+    swap_locks = run_folder.lock_nvme(ds.nvme_paths, world)  # noqa: F841  held as long as the process lives
     ops.ready((*ops.COLLECTIVES, *ds.ops) if distributed.on_cpu() else ds.ops)
     distributed.start(world)
     attention, zero3_config = recipe.model.attn_implementation, ds.config if ds.zero_stage == 3 else None
@@ -98,12 +110,12 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     check_isolation(engine, recipe.data.packing)
     first, tokens_seen, wandb_id = 0, 0, None
     if resume_from and not args.dry_run:
-        state = checkpoint.load(engine, resume_from, world)
+        state = checkpoint.load(engine, checkpoint.newest_good(resume_from, world), world)
         first, tokens_seen, wandb_id = state["step"], state["tokens_seen"], state["wandb_id"]
         loader.load(state["loader"])
 
     # ---- 4. The loop.
-    logs, parameters, step_tokens = recipe.logging, model.count_parameters(lm), ds.global_batch * seq_length
+    logs, parameters = recipe.logging, model.count_parameters(lm)
     observer = Observer(
         output_dir,
         is_main=world.is_main,
@@ -118,15 +130,9 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     observer.header(
         (*ds.notes, *dtypes.notes(held, ds.gas)),
         held,
-        model=f"{run.origin.title} ({model_config.model_type}), {parameters:,} parameters",
+        **run.describe(parameters, max_steps, epoch_steps, warmup_steps, world.size),
         data=data.describe(train_data),
         eval=data.describe(eval_data) if eval_data else "none",
-        batch=f"{ds.micro} micro x {ds.gas} gas x {world.size} dp = {ds.global_batch} sequences"
-        f" = {step_tokens:,} tokens",
-        steps=f"{max_steps:,} = {max_steps / epoch_steps:.2f} epochs = {max_steps * step_tokens:,} tokens",
-        schedule=f"{ds.lr_scheduler_type}, peak lr {ds.learning_rate:g}, {warmup_steps} warm-up steps",
-        deepspeed=f"ZeRO {ds.zero_stage}, {ds.precision}, {run.ds_file.name}"
-        + (", gradient checkpointing" if ds.gradient_checkpointing else ""),
         device=distributed.describe(world),
         versions=distributed.versions(),
         output=f"{recipe.output_dir}" + (f", resumed from step {first:,}" if first else ""),
@@ -135,10 +141,13 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         observer.say(preview(tokenizer, loader.next_step()[0]))
         return
     if world.is_main:
-        lock = lock or checkpoint.lock(output_dir)  # held as long as the process lives
+        lock = lock or run_folder.lock(output_dir)  # held as long as the process lives
         saved = config.dump_recipe(recipe, output_dir=str(output_dir), deepspeed="ds_config.json")
-        checkpoint.describe(output_dir, options, saved, run.ds_json, ds.config)
+        run_folder.describe(output_dir, options, saved, run.ds_json, ds.config)
     observer.start(logs.report_to, logs.project, logs.run_name, options, wandb_id)
+
+    how = recipe.checkpoint.model_dump(include={"save_total_limit", "async_save", "save_optimizer"})
+    saver = checkpoint.Saver(output_dir, world, **how)
 
     def evaluate() -> float:
         micro = recipe.eval.eval_micro_batch_size_per_gpu or ds.micro
@@ -146,7 +155,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
 
     def save(step: int, position: dict[str, int]) -> None:
         state = {"tokens_seen": tokens_seen, "loader": position, "wandb_id": observer.wandb_id}
-        checkpoint.save(engine, output_dir, step, state, recipe.checkpoint.save_total_limit, world)
+        saver.save(engine, step, state)
 
     if eval_data and first == 0:
         observer.evaluated(evaluate())
@@ -159,6 +168,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         except NonFinite as fault:
             if not fault.applied:
                 save(step - 1, position)  # the weights are still those of the step before
+                saver.wait()
             fault.tell(step, distributed.gather(loader.places()))
             raise
         tokens_seen += result.tokens
@@ -167,11 +177,12 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         observer.report(evaluate() if eval_due else None)
         if schedule.is_due(step, recipe.checkpoint.save_steps, max_steps):
             save(step, loader.state())
+    saver.wait()
     observer.finish()
 
     if recipe.checkpoint.export:
         folder = output_dir / "hf_model"
-        export.export(lm, tokenizer, folder, writer=world.is_main)
+        export.export(engine, tokenizer, folder, writer=world.is_main)
         observer.say(f"exported to {recipe.output_dir}/hf_model")
         if logs.sample_prompt and world.is_main:
             how = (run.origin.trust_remote_code, logs.sample_prompt, logs.sample_tokens, recipe.seed)

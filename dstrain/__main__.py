@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Annotated
 
+import click
 import typer
 
 from dstrain.errors import UserError
@@ -161,7 +162,10 @@ def unigram(
 def main() -> None:
     """Run a command; a user's mistake is one line and exit status 2."""
     try:
-        app()
+        raise SystemExit(app(standalone_mode=False))
+    except click.ClickException as error:
+        typer.echo(f"error: {error.format_message()}; see python -m dstrain --help", err=True)
+        raise SystemExit(2) from None
     except UserError as error:
         typer.echo(f"error: {error}", err=True)
         raise SystemExit(error.status) from None

@@ -30,6 +30,9 @@ import deepspeed
 
 _PATIENCE_S = 10.0
 
+UMASK = os.umask(0)  # can only be read by setting it, which is safe while there are no threads
+os.umask(UMASK)
+
 
 @dataclass(frozen=True)
 class World:
@@ -161,17 +164,25 @@ def seed_all(seed: int, rank: int) -> None:
     torch.manual_seed(seed + rank)
 
 
-def rng_state() -> dict[str, Any]:
-    """Return the state of the generators, as tensors and plain numbers."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state()}
+def rng_state() -> dict[str, torch.Tensor]:
+    """Return the state of this process's generators: PyTorch's, NumPy's and Python's."""
+    _, keys, position, *_ = np.random.get_state()
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.tensor([*map(int, keys), position]),
+        "python": torch.tensor(random.getstate()[1]),
+    }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: dict[str, torch.Tensor]) -> None:
     """Restore what `rng_state` returned."""
     torch.set_rng_state(state["torch"])
+    *keys, position = state["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position))
+    random.setstate((3, tuple(state["python"].tolist()), None))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 

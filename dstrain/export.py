@@ -9,14 +9,18 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from dstrain.distributed import UMASK
 
-def export(model: PreTrainedModel, tokenizer: Any, folder: Path, writer: bool) -> None:
+
+def export(engine: Any, tokenizer: Any, folder: Path, writer: bool) -> None:
     """Write a Hugging Face folder (safetensors, config, tokenizer, chat template) from every ZeRO stage.
 
     All ranks call it; the one with `writer` writes. Partitioned weights are gathered one at a time.
     """
     import deepspeed
 
+    engine.empty_partition_cache()  # of ZeRO 3: weights that a forward pass has fetched ahead
+    model: PreTrainedModel = engine.module.model
     state: dict[str, torch.Tensor] = {}
     tied = set(model.all_tied_weights_keys) if getattr(model, "all_tied_weights_keys", None) else set()
     for name, parameter in model.named_parameters():
@@ -33,7 +37,7 @@ def export(model: PreTrainedModel, tokenizer: Any, folder: Path, writer: bool) -
         model.save_pretrained(temporary, state_dict=state, safe_serialization=True)
         tokenizer.save_pretrained(temporary)
         _keep_use_cache(temporary / "config.json")
-        mode = 0o666 & ~_umask()
+        mode = 0o666 & ~UMASK
         for file in temporary.iterdir():
             file.chmod(mode)  # safetensors are written for the owner alone
         os.replace(temporary, folder) if not folder.exists() else _swap(temporary, folder)
@@ -43,12 +47,6 @@ def _keep_use_cache(file: Path) -> None:
     body = json.loads(file.read_text(encoding="utf-8"))
     body["use_cache"] = True  # generation wants it, whatever training set
     file.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _swap(new: Path, old: Path) -> None:

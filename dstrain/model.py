@@ -212,6 +212,9 @@ class CausalLMLoss(nn.Module):
             raise UserError(f"model {type(self.model).__name__}: its output head does not follow its decoder")
         aux_loss = None
         if self.aux_loss_coef is not None:
+            if not output.router_logits:
+                kind = self.model.config.model_type
+                raise UserError(f"model.config.output_router_logits: {kind} gives no router logits")
             experts, chosen = self.model.num_experts, self.model.num_experts_per_tok
             aux_loss = self._balance(output.router_logits, experts, chosen, document_ids > 0)
         return token_loss(output.logits[0], labels[in_loss]), in_loss.sum(), aux_loss

@@ -59,7 +59,11 @@ def ready(names: Sequence[str], build: bool = True) -> list[str]:
         if state(cache / name) != "ready":
             if not build:
                 continue
-            cache.mkdir(parents=True, exist_ok=True)
+            try:
+                cache.mkdir(parents=True, exist_ok=True)
+                (cache / f"{name}.dstrain.lock").touch()
+            except OSError as error:
+                raise UserError(f"op {name}: {cache} cannot be written: {error.strerror}") from None
             with FileLock(cache / f"{name}.dstrain.lock"):  # freed by the system if its holder dies
                 if (now := state(cache / name)) != "ready":
                     if now != "missing":
@@ -91,7 +95,7 @@ def state(folder: Path) -> str:
     if not folder.exists():
         return "missing"
     stamp = folder / "dstrain.json"
-    if not stamp.exists() or not any(folder.glob("*.so")):
+    if not stamp.exists() or not any(file.stat().st_size for file in folder.glob("*.so")):
         return "locked by a build that was stopped" if (folder / "lock").exists() else "half-built"
     try:
         built, now = json.loads(stamp.read_text(encoding="utf-8")), _stamp()
@@ -152,6 +156,8 @@ def _load(name: str, folder: Path) -> None:
         sys.setdlopenflags(flags | os.RTLD_GLOBAL)
     try:
         module = importlib.util.module_from_spec(spec)
+    except ImportError as error:
+        raise UserError(f"op {name}: {error}; delete {folder}, and it is built anew") from None
     finally:
         sys.setdlopenflags(flags)
     spec.loader.exec_module(module)

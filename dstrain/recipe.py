@@ -148,6 +148,12 @@ class Checkpoint(_Section):
     resume_from_checkpoint: str = Field(
         "auto", description="`auto`, `never`, or an output folder or its step folder"
     )
+    async_save: bool = Field(
+        True, description="Write checkpoints in the background, from a copy in host memory"
+    )
+    save_optimizer: bool = Field(
+        True, description="Save the optimizer's states; without them a run cannot be resumed exactly"
+    )
     export: bool = Field(True, description="Write a Hugging Face folder after the last step")
 
 

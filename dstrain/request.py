@@ -28,6 +28,21 @@ class Request:
         """All that decides the losses, flat: the recipe's options and the values in force."""
         return config.flat(self.recipe) | self.ds.in_force
 
+    def describe(
+        self, parameters: int, max_steps: int, epoch_steps: float, warmup_steps: int, dp_size: int
+    ) -> dict[str, str]:
+        """Return lines for the header of a run. epoch_steps: steps in a pass over the data."""
+        ds, tokens = self.ds, self.ds.global_batch * self.recipe.data.max_seq_length
+        checkpointing = ", gradient checkpointing" if ds.gradient_checkpointing else ""
+        return {
+            "model": f"{self.origin.title} ({self.model_config.model_type}), {parameters:,} parameters",
+            "batch": f"{ds.micro} micro x {ds.gas} gas x {dp_size} dp = {ds.global_batch} sequences"
+            f" = {tokens:,} tokens",
+            "steps": f"{max_steps:,} = {max_steps / epoch_steps:.2f} epochs = {max_steps * tokens:,} tokens",
+            "schedule": f"{ds.lr_scheduler_type}, peak lr {ds.learning_rate:g}, {warmup_steps} warm-up steps",
+            "deepspeed": f"ZeRO {ds.zero_stage}, {ds.precision}, {self.ds_file.name}{checkpointing}",
+        }
+
 
 def load(
     recipe_file: str | Path,

@@ -13,7 +13,13 @@ import torch
 import transformers
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from dstrain.errors import UserError
@@ -105,9 +111,7 @@ def _whole(plan: _Plan) -> PreTrainedModel:
     origin, config = plan.origin, plan.config
     if origin.name is None:
         torch.manual_seed(plan.seed)
-        return AutoModelForCausalLM.from_config(
-            _with_rows(config, plan.rows), attn_implementation=plan.attn_implementation, dtype=torch.float32
-        )
+        return _from_config(plan, torch.float32)
     with _errors_only():
         model, report = AutoModelForCausalLM.from_pretrained(
             origin.name,
@@ -142,10 +146,11 @@ def _partitioned(plan: _Plan, zero3_config: dict[str, Any]) -> PreTrainedModel:
     # Without its dtype override: parameters get Transformers' dtype, and rotary frequencies keep theirs.
     overrides = [deepspeed.runtime.zero.DeepSpeedTensorOverride.device]
     partitions = deepspeed.zero.Init(config_dict_or_path=zero3_config, tensor_overrides=overrides)
+    if type(plan.config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        # Its module is imported now: zero.Init would undo what decorators do to the classes made inside it.
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(plan.config)]
     with no_init_weights(), _errors_only(), partitions:
-        model = AutoModelForCausalLM.from_config(
-            _with_rows(plan.config, plan.rows), attn_implementation=plan.attn_implementation, dtype=plan.dtype
-        )
+        model = _from_config(plan, plan.dtype)
     model.tie_weights()
     if plan.origin.name is not None and model.can_generate():
         with suppress(OSError):  # it has none: that of the config stays
@@ -223,10 +228,15 @@ def _shape(file: str, name: str) -> tuple[int, ...] | None:
         return tuple(tensors.get_slice(name).get_shape()) if name in tensors.keys() else None  # noqa: SIM118
 
 
-def _with_rows(config: PreTrainedConfig, rows: int) -> PreTrainedConfig:
-    changed = copy.deepcopy(config)
-    changed.get_text_config().vocab_size = rows
-    return changed
+def _from_config(plan: _Plan, dtype: torch.dtype) -> PreTrainedModel:
+    config = copy.deepcopy(plan.config)
+    config.get_text_config().vocab_size = plan.rows
+    return AutoModelForCausalLM.from_config(
+        config,
+        attn_implementation=plan.attn_implementation,
+        dtype=dtype,
+        trust_remote_code=plan.origin.trust_remote_code,
+    )
 
 
 def _vocabulary_parameters(model: PreTrainedModel) -> set[str]:

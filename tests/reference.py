@@ -23,14 +23,18 @@ def load_model(spec):
     """Load a saved folder, or draw weights from a seed, and add rows to the embedding if there are to be more."""
     dtype = torch.bfloat16 if spec["precision"].startswith("bf16") and not spec["autocast"] else torch.float32
     torch.manual_seed(spec["seed"])
-    config = AutoConfig.for_model(**spec["config"])
     if spec["folder"] is None:
+        config = AutoConfig.for_model(**spec["config"])
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
         for parameter in model.parameters():  # buffers, such as rotary frequencies, stay in fp32
             parameter.data = parameter.data.to(dtype)
         return model
+    origin = {"revision": spec["revision"], "trust_remote_code": spec["trust_remote_code"]}
+    config = AutoConfig.from_pretrained(spec["folder"], **origin)
+    for name, value in spec["config"].items():
+        setattr(config, name, value)
     model = AutoModelForCausalLM.from_pretrained(
-        spec["folder"], config=config, attn_implementation="eager", dtype=dtype
+        spec["folder"], config=config, attn_implementation="eager", dtype=dtype, **origin
     )
     had = model.get_input_embeddings().weight.shape[0]
     if spec["rows"] > had:
@@ -43,7 +47,7 @@ def load_model(spec):
 
 def rate(spec, step):
     """Return the learning rate of a step, counted from 0."""
-    peak, warmup, floor = spec["lr"], spec["warmup_steps"], spec["min_lr_ratio"]
+    peak, floor, warmup = spec["lr"], spec["min_lr_ratio"], min(spec["warmup_steps"], spec["max_steps"])
     if step < warmup:
         return peak * (step + 1) / warmup
     last = spec["max_steps"] - 1
@@ -130,6 +134,17 @@ def train(spec, batches):
             for parameter, master in zip(model.parameters(), masters, strict=True):
                 parameter.copy_(master)
         rows.append({"loss": loss, "aux_loss": aux_loss, "grad_norm": norm, "lr": rate(spec, step)})
+    # How far the first batch's loss has come: the comparison means nothing if the weights hardly move.
+    first = {name: tensor[0] for name, tensor in batches.items()}
+    valid = int((first["labels"] >= 0).sum())
+    with torch.no_grad():
+        again = sum(
+            F.cross_entropy(
+                model(input_ids=ids[None], use_cache=False).logits[0].float(), labels, reduction="sum"
+            ).item()
+            for ids, labels in documents(first)
+        )
+    rows[0]["loss_at_the_end"] = again / valid
     return rows
 
 

@@ -24,7 +24,7 @@ def command(*arguments):
 def test_a_build_without_a_stamp_or_with_another_is_stale(tmp_path):
     folder = tmp_path / "op"
     folder.mkdir()
-    (folder / "op.so").write_bytes(b"")
+    (folder / "op.so").write_bytes(b"ELF")
     assert ops.state(folder) == "half-built"
     (folder / "lock").touch()
     assert ops.state(folder) == "locked by a build that was stopped"

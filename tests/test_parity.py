@@ -1,12 +1,14 @@
 """The parity suite's chosen cases, and faults planted in the code, each of which must make it fail."""
 
+import os
+import re
 import shutil
 import subprocess
 import sys
 
 import parity_suite
 import pytest
-from running import REPOSITORY, tiny_recipe
+from running import QUICKSTART, REPOSITORY, tiny_recipe
 
 from dstrain import ops, parity
 
@@ -36,6 +38,14 @@ def test_gradient_checkpointing_changes_no_bit(outcomes):
     assert outcomes["ZeRO 3, activations held on the CPU, 2"].losses == plain
     bf16 = outcomes["ZeRO 3, bf16, 2"].losses
     assert outcomes["zero3_checkpointing_cpu.json, 2"].losses == bf16
+
+
+@pytest.mark.skipif(not ops.has_libaio(), reason="needs libaio")
+def test_nvme_files_were_really_used(suite, outcomes):
+    swapped = [file for file in (suite.folder / "nvme").rglob("*.swp") if file.stat().st_size]
+    assert {"optimizer", "param"} <= {
+        word for file in swapped for word in ("optimizer", "param") if word in str(file)
+    }
 
 
 def test_all_kinds_of_rows_are_run_here(suite):
@@ -135,12 +145,46 @@ def test_command_compares_a_recipe(tmp_path):
     assert good.stderr == ""
     assert good.stdout.count("| ok |") == 4
     assert "| zero_stage 3 | 2 | fp32 |" in good.stdout
-    bad = command("--stages", "1", "--ranks", "3", "--steps", "2")
+    bad = command("--stages", "1", "--ranks", "1", "--steps", "2", "train.learning_rate=1e-12")
     assert bad.returncode == 1
-    assert "failed: UserError" not in bad.stdout
-    assert "a global batch of 4 is not a multiple of micro batch 1 x 3 data-parallel ranks" in bad.stdout
+    assert "failed: the weights hardly move: give it a higher learning rate" in bad.stdout
+    none = command("--stages", "1", "--ranks", "3")
+    assert (none.returncode, none.stderr) == (2, "error: --ranks=3: none divides the global batch of 4\n")
     typo = command("--precisions", "bf61")
     assert (typo.returncode, typo.stderr) == (
         2,
         "error: --precisions=bf61: not one of own, bf16, fp32; did you mean 'bf16'?\n",
     )
+
+
+def test_readme_command_works(tmp_path):
+    """The quickstart, whose warm-up is longer than what is compared."""
+    (line,) = re.findall(r"`(python -m dstrain parity [^`]*)`", (REPOSITORY / "README.md").read_text())
+    words = [sys.executable, *line.split()[1:], "--ranks", "1", "--stages", "own,3"]
+    process = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.count("| ok |") == 2
+
+
+def test_command_from_elsewhere_with_experts_twice(tmp_path):
+    """A relative path; and two runs of an architecture under ZeRO 3 in one process, code of one's own not asked for."""
+    config = parity_suite.MODELS["mixtral"]
+    tiny_recipe(tmp_path, model={"config": config, "tokenizer_name_or_path": str(QUICKSTART / "tokenizer")},
+                train={"learning_rate": 3e-3})  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "dstrain",
+        "parity",
+        "--config",
+        "recipe.yaml",
+        "--stages",
+        "3",
+        "--ranks",
+        "1",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    process = subprocess.run([*command, "--steps", "3", "--precisions", "fp32,bf16"], cwd=tmp_path, env=environment,
+                             capture_output=True, text=True)  # fmt: skip
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.count("| ok |") == 2

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import train
-from dstrain import data, distributed, request
+from dstrain import data, distributed, model, request
 from dstrain.errors import UserError
 
 
@@ -31,6 +31,7 @@ def reference_spec(arguments: Sequence[str], ranks: int, folder: Path) -> tuple[
         precision=args.precision,
     )
     recipe, ds, tokenizer, model_config = asked.recipe, asked.ds, asked.tokenizer, asked.model_config
+    model.check_fit(model_config, recipe.data.max_seq_length)
     optimizer = ds.config["optimizer"]["type"]
     if optimizer.lower() not in ("adamw", "adam"):
         raise UserError(f"{asked.ds_file}: optimizer.type={optimizer}: the reference knows AdamW alone")
@@ -45,13 +46,16 @@ def reference_spec(arguments: Sequence[str], ranks: int, folder: Path) -> tuple[
     batches = folder / "batches.safetensors"
     save_file(_stacked([loader.next_step()[0] for _ in range(steps)]), batches)
     described = json.loads(json.dumps(model_config.to_dict(), default=str))
+    drops = [name for name, value in described.items() if _is_dropout(name) and value]
     if asked.origin.name is None:
         described["vocab_size"] = asked.rows
-    drops = [name for name, value in described.items() if _is_dropout(name) and value]
+    else:  # the folder's own, but for what the recipe changes
+        described = dict(recipe.model.config)
     described |= dict.fromkeys(drops, 0.0)
     mixture = getattr(model_config, "output_router_logits", False)
     spec = {
         "folder": asked.origin.name,
+        **asked.origin.options,
         "config": described,
         "rows": asked.rows,
         "seed": recipe.seed,

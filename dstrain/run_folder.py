@@ -1,0 +1,111 @@
+"""The output folder of a run: which recipe it belongs to, and that one process at a time writes there."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from dstrain import distributed
+from dstrain.checkpoint.store import write_text
+from dstrain.errors import UserError
+
+# Recipe keys that may change between the two halves of one run.
+_MAY_CHANGE = (
+    "output_dir",
+    "deepspeed",
+    "train.max_steps",
+    "train.num_train_epochs",
+    # What the batch, the optimizer and the schedule come to is compared under `in_force`.
+    "train.train_micro_batch_size_per_gpu",
+    "train.gradient_accumulation_steps",
+    "train.global_batch",
+    "data.cache_dir",
+    "data.preprocessing_num_workers",
+    "eval.",
+    "checkpoint.",
+    "logging.",
+)
+
+
+def claim(output_dir: Path, recipe: Mapping[str, Any]) -> None:
+    """Raise UserError if `output_dir` holds a run of another recipe. `recipe`: all options by dotted key."""
+    for parent in (output_dir, *output_dir.parents):
+        if parent.exists():
+            if not (parent.is_dir() and os.access(parent, os.W_OK)):
+                raise UserError(
+                    f"output_dir={str(output_dir)!r}: {parent} is no folder that can be written to"
+                )
+            break
+    file = output_dir / "resolved" / "recipe.json"
+    if not file.exists():
+        if (output_dir / "checkpoints").exists() or (output_dir / "metrics.jsonl").exists():
+            raise UserError(
+                f"output_dir={str(output_dir)!r}: holds a run without its recipe; choose another folder"
+            )
+        return
+    saved, now = _by_leaf(json.loads(file.read_text(encoding="utf-8"))), _by_leaf(recipe)
+    for key in sorted(saved.keys() | now.keys(), key=lambda key: (key.startswith("in_force."), key)):
+        if saved.get(key) != now.get(key) and not key.startswith(_MAY_CHANGE):
+            raise UserError(
+                f"output_dir={str(output_dir)!r}: holds a different run: "
+                f"{key} is {saved.get(key)!r} there and {now.get(key)!r} here; choose another output_dir"
+            )
+
+
+def lock(folder: Path, key: str = "output_dir") -> FileLock:
+    """Take a folder, made if it is missing, for this process until it ends. key: what the user calls it.
+
+    Raises UserError if another run has it, or if it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = FileLock(folder / ".lock")
+        held.acquire(timeout=0)
+    except Timeout:
+        raise UserError(f"{key}={str(folder)!r}: another run is writing there") from None
+    except OSError as error:
+        raise UserError(f"{key}={str(folder)!r}: cannot be written: {error.strerror}") from None
+    return held
+
+
+def lock_nvme(folders: Sequence[str], place: distributed.World) -> list[FileLock]:
+    """Take the folders that tensors are offloaded to: files of two runs have the same names.
+
+    One process of each host takes them. Raises UserError for a folder that does not exist, which a run that
+    made it would fill with terabytes on whichever disk it came to lie, or that another run has.
+    """
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise UserError(f"nvme_path={folder!r}: no such folder; name one on a local NVMe disk")
+    places = sorted({Path(folder).resolve() for folder in folders})
+    return [lock(folder, "nvme_path") for folder in places if place.local_rank == 0]
+
+
+def _by_leaf(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return every value inside nested mappings and lists by its dotted place."""
+    if isinstance(value, Mapping | list) and value:
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        leaves = [_by_leaf(inner, f"{prefix}{key}.") for key, inner in items]
+        return {key: inner for leaf in leaves for key, inner in leaf.items()}
+    return {prefix.removesuffix("."): value}
+
+
+def describe(
+    output_dir: Path,
+    options: Mapping[str, Any],
+    recipe: str,
+    ds_json: Mapping[str, Any],
+    resolved: Mapping[str, Any],
+) -> None:
+    """Write what makes `output_dir` a recipe folder that reruns, and what `claim` compares.
+
+    recipe: YAML that names `ds_config.json`. ds_json: the JSON as given. resolved: what the engine got.
+    """
+    (output_dir / "resolved").mkdir(parents=True, exist_ok=True)
+    write_text(output_dir / "recipe.yaml", recipe)
+    write_text(output_dir / "ds_config.json", json.dumps(ds_json, indent=2) + "\n")
+    write_text(output_dir / "resolved" / "ds_config.json", json.dumps(resolved, indent=2) + "\n")
+    write_text(output_dir / "resolved" / "recipe.json", json.dumps(options, indent=2) + "\n")
