@@ -5,7 +5,8 @@
     python train.py --config ... --zero_stage 3 --precision fp32 --dry-run
 
 Four parts: what to run; data, before any process group; model and engine; the loop. Exit status: 0 done,
-2 a mistake to mend, said in one line, 3 a loss or gradient that is not finite.
+2 a mistake to mend, said in one line, 3 a loss or gradient that is not finite, 75 interrupted by a signal:
+saved, and the same command goes on.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from dstrain import (
     run_folder,
     schedule,
 )
+from dstrain.control import PREEMPTED, SAVE_FILE, STOP_FILE, Control, Interrupted
 from dstrain.distributed import deepspeed
 from dstrain.errors import OneLineParser, UserError
 from dstrain.observe import Observer, check_trackers, preview
@@ -43,31 +45,24 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--zero_stage", type=int, choices=[0, 1, 2, 3], help="pick a file of ds_configs/")
     parser.add_argument("--precision", choices=["bf16", "fp16", "fp32"], help="pick a file of ds_configs/")
     parser.add_argument("--dry-run", action="store_true", help="show the first batch; train, write nothing")
+    parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help="when resuming")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher puts it in
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="recipe or deepspeed.KEY=value"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="or deepspeed.KEY=value")
     return parser.parse_args(arguments)
 
 
 def main(args: argparse.Namespace, world: distributed.World) -> None:
     # ---- 1. What to run. The recipe says what is trained, the DeepSpeed JSON how; its "auto" is filled here.
-    run = request.load(
-        args.config,
-        args.overrides,
-        dp_size=world.size,
-        on_cpu=distributed.on_cpu(),
-        deepspeed_config=args.deepspeed_config,
-        zero_stage=args.zero_stage,
-        precision=args.precision,
-    )
+    asked = (args.deepspeed_config, args.zero_stage, args.precision)
+    run = request.load(args.config, args.overrides, *asked, dp_size=world.size, on_cpu=distributed.on_cpu())
+    world = distributed.shrink(world, run.dp_size)  # a run that goes on keeps its global batch
     recipe, ds, options = run.recipe, run.ds, run.options
     tokenizer, model_config = run.tokenizer, run.model_config
     check_trackers(recipe.logging.report_to)
     output_dir = Path(recipe.output_dir).expanduser().resolve()
     writes = world.is_main and not args.dry_run
     lock = run_folder.lock(output_dir) if writes and output_dir.is_dir() else None
-    run_folder.claim(output_dir, options)
+    run_folder.claim(output_dir, options, args.allow_change)
     resume_from = checkpoint.find(output_dir, recipe.checkpoint.resume_from_checkpoint)
 
     # ---- 2. Data, before the process group: tokenizing may take longer than ranks wait for one another.
@@ -108,24 +103,18 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         )
     undo_first_update(engine)
     check_isolation(engine, recipe.data.packing)
-    first, tokens_seen, wandb_id = 0, 0, None
+    first, tokens_seen, wandb_id, wall_before, began = 0, 0, None, 0.0, time.perf_counter()
     if resume_from and not args.dry_run:
         state = checkpoint.load(engine, checkpoint.newest_good(resume_from, world), world)
         first, tokens_seen, wandb_id = state["step"], state["tokens_seen"], state["wandb_id"]
+        wall_before = state["wall_s"]
         loader.load(state["loader"])
 
     # ---- 4. The loop.
     logs, parameters = recipe.logging, model.count_parameters(lm)
-    observer = Observer(
-        output_dir,
-        is_main=world.is_main,
-        max_steps=max_steps,
-        first_step=first,
-        logging_steps=logs.logging_steps,
-        world_size=world.size,
-        flops_per_token=model.flops_per_token(model_config, parameters, seq_length),
-        device=distributed.device_name(),
-    )
+    flops = model.flops_per_token(model_config, parameters, seq_length)
+    device = distributed.device_name()
+    observer = Observer(output_dir, world, max_steps, first, logs.logging_steps, flops, device)
     held = dtypes.held(engine)
     observer.header(
         (*ds.notes, *dtypes.notes(held, ds.gas)),
@@ -153,10 +142,13 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         micro = recipe.eval.eval_micro_batch_size_per_gpu or ds.micro
         return eval_step(engine, data.eval_batches(eval_data, micro, world.rank, world.size, width, pad_id))
 
-    def save(step: int, position: dict[str, int]) -> None:
-        state = {"tokens_seen": tokens_seen, "loader": position, "wandb_id": observer.wandb_id}
-        saver.save(engine, step, state)
+    def save(step: int, position: dict[str, int], loss: float | None = None) -> None:
+        wall_s = wall_before + time.perf_counter() - began
+        state = {"tokens_seen": tokens_seen, "loader": position, "loss": loss, "wall_s": wall_s}
+        saver.save(engine, step, state | {"wandb_id": observer.wandb_id})
+        observer.measured(saver.measured)
 
+    control = Control(output_dir, world.is_main)
     if eval_data and first == 0:
         observer.evaluated(evaluate())
     for step in range(first + 1, max_steps + 1):
@@ -164,7 +156,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         batches = loader.next_step()
         waited_s = time.perf_counter() - started
         try:
-            result = train_step(engine, batches)  # forward, backward, clip, optimizer, schedule
+            result = train_step(engine, batches, control.poll())  # forward to optimizer and schedule
         except NonFinite as fault:
             if not fault.applied:
                 save(step - 1, position)  # the weights are still those of the step before
@@ -175,8 +167,14 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         observer.step(step, result, step / epoch_steps, tokens_seen, time.perf_counter() - started, waited_s)
         eval_due = eval_data and schedule.is_due(step, recipe.eval.eval_steps, max_steps)
         observer.report(evaluate() if eval_due else None)
-        if schedule.is_due(step, recipe.checkpoint.save_steps, max_steps):
-            save(step, loader.state())
+        preempted, stopped, save_now = result.asked
+        if schedule.is_due(step, recipe.checkpoint.save_steps, max_steps) or any(result.asked):
+            save(step, loader.state(), result.loss)
+        control.done(*[SAVE_FILE] * save_now, *[STOP_FILE] * stopped)
+        if (preempted or stopped) and step < max_steps:
+            saver.wait()
+            observer.interrupted(step, preempted)
+            raise Interrupted(PREEMPTED if preempted else 0)
     saver.wait()
     observer.finish()
 
@@ -193,6 +191,8 @@ if __name__ == "__main__":
     status = 0
     try:
         main(parse_args(), distributed.prepare())
+    except Interrupted as request_met:
+        status = request_met.status
     except (UserError, NonFinite) as error:
         distributed.say_error(str(error))
         status = error.status

@@ -71,6 +71,20 @@ def world() -> World:
     return World(**values)
 
 
+def shrink(place: World, size: int) -> World:
+    """Return this process's place among the first `size` ranks; the others say so and end, well."""
+    if size == place.size:
+        return place
+    if place.rank >= size:
+        print(
+            f"rank {place.rank} stops: {size} of {place.size} ranks keep the run's global batch", flush=True
+        )
+        leave(0)
+    local = min(place.local_size, size) if place.local_size == place.size else place.local_size
+    os.environ.update(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(local), LOCAL_SIZE=str(local))
+    return World(place.rank, size, place.local_rank, local)
+
+
 def prepare() -> World:
     """Quiet the libraries, take this rank's share of the cores, and return its place.
 

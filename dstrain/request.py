@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dstrain import config, ds_config, model
+from dstrain import config, ds_config, model, run_folder
+from dstrain.errors import UserError
 
 LIBRARY = Path(__file__).resolve().parents[1] / "ds_configs"
 
@@ -18,6 +19,7 @@ class Request:
     ds_file: Path
     ds_json: dict[str, Any]  # as given
     ds: ds_config.Resolved
+    dp_size: int  # fewer than asked for where a run that goes on cannot use all with its global batch
     origin: model.Origin
     tokenizer: Any
     model_config: Any
@@ -47,12 +49,12 @@ class Request:
 def load(
     recipe_file: str | Path,
     overrides: Sequence[str] = (),
-    *,
-    dp_size: int,
-    on_cpu: bool,
     deepspeed_config: str | None = None,
     zero_stage: int | None = None,
     precision: str | None = None,
+    *,
+    dp_size: int,
+    on_cpu: bool,
 ) -> Request:
     """Read a recipe with its overrides, find its DeepSpeed JSON, and fill the one from the other.
 
@@ -70,14 +72,42 @@ def load(
     tokenizer = model.load_tokenizer(origin, own.tokenizer_name_or_path, own.chat_template, own.add_tokens)
     model_config = model.load_config(origin, own.config, tokenizer)
     rows = model.vocabulary_rows(model_config, tokenizer, own.add_tokens, own.pad_to_multiple_of)
-    resolved = ds_config.resolve(
-        ds_json,
-        ds_file=str(ds_file),
-        recipe_file=str(recipe_file),
-        values=config.flat(recipe),
-        explicit=config.explicit_keys(recipe),
-        dp_size=dp_size,
-        hidden_size=model_config.get_text_config().hidden_size,
-        on_cpu=on_cpu,
-    )
-    return Request(recipe, ds_file, ds_json, resolved, origin, tokenizer, model_config, rows)
+
+    def resolve(json: dict[str, Any], values: dict[str, Any], ranks: int) -> ds_config.Resolved:
+        return ds_config.resolve(
+            json,
+            ds_file=str(ds_file),
+            recipe_file=str(recipe_file),
+            values=values,
+            explicit=config.explicit_keys(recipe),
+            dp_size=ranks,
+            hidden_size=model_config.get_text_config().hidden_size,
+            on_cpu=on_cpu,
+        )
+
+    values = config.flat(recipe)
+    held = run_folder.held_batch(Path(recipe.output_dir).expanduser(), values, ds_json)
+    try:
+        resolved = resolve(ds_json, values, dp_size)
+    except UserError:
+        if held is None:
+            raise
+        resolved = None
+    if held is not None and (resolved is None or resolved.global_batch != held):
+        dp_size = max(ranks for ranks in range(1, dp_size + 1) if held % ranks == 0)
+        resolved = resolve(*_with_batch(ds_json, values, held, dp_size), dp_size)
+    assert resolved is not None
+    return Request(recipe, ds_file, ds_json, resolved, dp_size, origin, tokenizer, model_config, rows)
+
+
+def _with_batch(
+    ds_json: dict[str, Any], values: dict[str, Any], total: int, ranks: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return JSON and values that ask for a global batch, with micro batches no larger than before."""
+    literal = ds_json.get("train_micro_batch_size_per_gpu", "auto")
+    most = values["train.train_micro_batch_size_per_gpu"] if literal == "auto" else literal
+    micro = max(size for size in range(1, most + 1) if total // ranks % size == 0)
+    batch = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": total // (ranks * micro)}
+    recipe = {f"train.{key}": value for key, value in batch.items()}
+    recipe |= {"train.global_batch_size": total, "train.global_batch_tokens": None}
+    return ds_json | batch | {"train_batch_size": total}, values | recipe

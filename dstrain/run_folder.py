@@ -30,8 +30,11 @@ _MAY_CHANGE = (
 )
 
 
-def claim(output_dir: Path, recipe: Mapping[str, Any]) -> None:
-    """Raise UserError if `output_dir` holds a run of another recipe. `recipe`: all options by dotted key."""
+def claim(output_dir: Path, recipe: Mapping[str, Any], allowed: Sequence[str] = ()) -> None:
+    """Raise UserError if `output_dir` holds a run of another recipe, with all that differs.
+
+    recipe: all options by dotted key. allowed: keys, or sections, that may differ.
+    """
     for parent in (output_dir, *output_dir.parents):
         if parent.exists():
             if not (parent.is_dir() and os.access(parent, os.W_OK)):
@@ -47,12 +50,52 @@ def claim(output_dir: Path, recipe: Mapping[str, Any]) -> None:
             )
         return
     saved, now = _by_leaf(json.loads(file.read_text(encoding="utf-8"))), _by_leaf(recipe)
-    for key in sorted(saved.keys() | now.keys(), key=lambda key: (key.startswith("in_force."), key)):
-        if saved.get(key) != now.get(key) and not key.startswith(_MAY_CHANGE):
-            raise UserError(
-                f"output_dir={str(output_dir)!r}: holds a different run: "
-                f"{key} is {saved.get(key)!r} there and {now.get(key)!r} here; choose another output_dir"
-            )
+    changed = [
+        key
+        for key in sorted(saved.keys() | now.keys(), key=lambda key: (key.startswith("in_force."), key))
+        if saved.get(key) != now.get(key) and not key.startswith(_MAY_CHANGE) and not _is_in(key, allowed)
+    ]
+    # What is in force follows from the keys before it; by itself it tells of a change in the JSON.
+    shown = [key for key in changed if not key.startswith("in_force.")] or changed
+    if changed:
+        diff = ", ".join(f"{key} is {saved.get(key)!r} there and {now.get(key)!r} here" for key in shown)
+        raise UserError(
+            f"output_dir={str(output_dir)!r}: holds a different run: {diff}; choose another output_dir, or "
+            f"go on so with {' '.join(f'--allow-change {key}' for key in shown)}"
+        )
+
+
+def _is_in(key: str, allowed: Sequence[str]) -> bool:
+    leaf = key.rpartition(".")[2]
+    return any(
+        key == name
+        or key.startswith(f"{name}.")
+        or (key.startswith("in_force.") and name.rpartition(".")[2] in (leaf, f"adam_{leaf}", "optimizer"))
+        for name in allowed
+    )
+
+
+_BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+_RECIPE_BATCH = (
+    *(f"train.{key}" for key in _BATCH[:2]),
+    "train.global_batch_size",
+    "train.global_batch_tokens",
+)
+
+
+def held_batch(output_dir: Path, recipe: Mapping[str, Any], ds_json: Mapping[str, Any]) -> int | None:
+    """Return the global batch of the run in a folder, if recipe and JSON ask for the batch as they did then.
+
+    On another number of ranks the same words would mean another batch, and so another run.
+    """
+    try:
+        saved = json.loads((output_dir / "resolved" / "recipe.json").read_text(encoding="utf-8"))
+        saved_json = json.loads((output_dir / "ds_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    same = all(saved.get(key) == recipe[key] for key in _RECIPE_BATCH)
+    same = same and all(saved_json.get(key, "auto") == ds_json.get(key, "auto") for key in _BATCH)
+    return saved.get("in_force.global_batch") if same else None
 
 
 def lock(folder: Path, key: str = "output_dir") -> FileLock:

@@ -53,17 +53,21 @@ class StepResult:
     tokens: int  # without padding
     valid_tokens: int  # in the loss
     skipped: bool  # fp16 overflow: the loss scale was lowered and no weight changed
+    asked: tuple[bool, ...] = ()  # what any rank was asked for
 
 
-def train_step(engine: Any, batches: Sequence[Batch]) -> StepResult:
-    """Run the micro batches of one optimizer step. Raises NonFinite, on all ranks together."""
+def train_step(engine: Any, batches: Sequence[Batch], asked: Sequence[bool] = ()) -> StepResult:
+    """Run the micro batches of one optimizer step.
+
+    asked: requests to this rank; the result has those to any. Raises NonFinite, on all ranks together.
+    """
     if not engine.module.training:  # a loaded model is in evaluation mode: no dropout, no checkpointing
         engine.train()
     batches = [{name: tensor.to(engine.device) for name, tensor in batch.items()} for batch in batches]
-    counts = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    counts = torch.tensor([0, 0, *asked], dtype=torch.float64, device=engine.device)
     for batch in batches:
-        counts += torch.stack([(batch["document_ids"] > 0).sum(), (batch["labels"] >= 0).sum()])
-    tokens, valid = (int(count) for count in distributed.all_reduce_sum(counts))
+        counts[:2] += torch.stack([(batch["document_ids"] > 0).sum(), (batch["labels"] >= 0).sum()])
+    tokens, valid, *asked = (int(count) for count in distributed.all_reduce_sum(counts))
     if valid == 0:
         raise ValueError("all labels of a step are masked")
     # The engine averages gradients over ranks and, told so, not over micro batches.
@@ -98,7 +102,8 @@ def train_step(engine: Any, batches: Sequence[Batch]) -> StepResult:
         engine.lr_scheduler.step()  # DeepSpeed would leave the schedule a step behind
     if not _finite(norm) and not engine.fp16_enabled():
         raise NonFinite("gradient", distributed.ranks_where(True), applied=not skipped)
-    return StepResult(loss, None if aux_coef is None else aux_loss, norm, lr, tokens, valid, skipped)
+    aux_loss = None if aux_coef is None else aux_loss
+    return StepResult(loss, aux_loss, norm, lr, tokens, valid, skipped, tuple(map(bool, asked)))
 
 
 def _norm_before_step(engine: Any) -> float | None:

@@ -31,6 +31,7 @@ ALLOWED = {
     "probe": {"errors"},
     "schedule": set(),
     "step": {"distributed"},
+    "control": set(),
     "fragments": set(),
     "checkpoint": {"errors", "distributed", "fragments", "checkpoint"},
     "run_folder": {"errors", "distributed", "checkpoint"},
@@ -39,7 +40,7 @@ ALLOWED = {
     "tokenizer": {"errors"},
     "gguf": {"errors"},
     # What train.py and the commands have in common, and what launches train.py.
-    "request": {"config", "ds_config", "model"},
+    "request": {"config", "ds_config", "errors", "model", "run_folder"},
     "parity": {"errors", "data", "distributed", "request", "parity"},
 }
 

@@ -21,22 +21,22 @@ class Observer:
     def __init__(
         self,
         output_dir: Path,
-        *,
-        is_main: bool,
+        world: Any,
         max_steps: int,
         first_step: int,
         logging_steps: int,
-        world_size: int,
         flops_per_token: float | None,
         device: str,
     ) -> None:
-        self.output_dir, self.is_main = output_dir, is_main
+        """world: this process's `distributed.World`. device: its product name, for the peak of the MFU."""
+        self.output_dir, self.is_main = output_dir, world.is_main
         self.max_steps, self.first_step, self.logging_steps = max_steps, first_step, logging_steps
-        self.console = Console(is_main, max_steps, first_step)
+        self.console = Console(world.is_main, max_steps, first_step)
         self.peak_tflops, self.flops_per_token = peak_tflops(device), flops_per_token
-        self.meter = Meter(world_size, flops_per_token, self.peak_tflops)
+        self.meter = Meter(world.size, flops_per_token, self.peak_tflops)
         self.trackers: Trackers | None = None
         self.dtypes: dict[str, str] = {}  # into the first row, then empty
+        self.extra: dict[str, float] = {}  # into the next row
 
     def header(self, notes: Sequence[str], held: Mapping[str, str], **lines: str) -> None:
         """Print what is about to run. held: dtypes by what is held in them."""
@@ -97,7 +97,8 @@ class Observer:
         step = int(self.last["step"])
         if step % self.logging_steps and eval_loss is None and step != self.max_steps:
             return
-        row = self.last | self.meter.read()
+        row = self.last | self.meter.read() | self.extra
+        self.extra = {}
         self._row(row if eval_loss is None else row | {"eval_loss": eval_loss})
 
     def _row(self, row: Mapping[str, float]) -> None:
@@ -106,6 +107,18 @@ class Observer:
         self.console.step(row)
         if self.trackers:
             self.trackers.log(row)
+
+    def measured(self, values: Mapping[str, float]) -> None:
+        """Take what a save cost; it goes into the next row."""
+        self.extra = dict(values)
+
+    def interrupted(self, step: int, preempted: bool) -> None:
+        """Say that the run stops early, and close everything; W&B learns if it is to go on elsewhere."""
+        if self.trackers and preempted:
+            self.trackers.mark_preempting()
+        self.finish()
+        why = "a signal" if preempted else "the file STOP"
+        self.say(f"stopped after step {step} by {why}; saved, and the same command goes on")
 
     def say(self, text: str) -> None:
         """Print for people."""

@@ -85,6 +85,11 @@ class Trackers:
             step = {} if name == "wandb" else {"step": int(values["step"])}
             self._try(name, lambda: tracker.log(named, **step))  # noqa: B023
 
+    def mark_preempting(self) -> None:
+        """Tell W&B that this run was stopped to go on later."""
+        if "wandb" in self._started:
+            self._try("wandb", self._started["wandb"].tracker.mark_preempting)
+
     def finish(self) -> None:
         """End the runs, sending what is left."""
         for name, tracker in list(self._started.items()):

@@ -6,9 +6,6 @@ compared with those of tests/reference.py, which gets the same initial weights a
 
 import hashlib
 import json
-import os
-import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.errors import UserError
+from dstrain.parity.jobs import WORKER, Job, run_jobs
 from dstrain.parity.spec import reference_spec
 
 __all__ = ["TOLERANCES", "Case", "Outcome", "compare", "table"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-WORKER = Path(__file__).with_name("worker.py")
 REFERENCE = REPOSITORY / "tests" / "reference.py"
 
 # Largest relative difference of (losses, gradient norms) in any step, by the precision of the products.
@@ -84,50 +81,24 @@ def compare(
             places[key] = len(specs)
             specs.append(spec)
         outcome.reference = places[key]
-    for ranks in sorted({outcome.case.ranks for outcome in outcomes}):
-        numbers = [n for n, o in enumerate(outcomes) if o.case.ranks == ranks and o.error is None]
-        _launch(outcomes, numbers, folder, ranks, worker, seconds_a_case)
+    asked = [number for number, outcome in enumerate(outcomes) if outcome.error is None]
+    jobs = [
+        Job(
+            folder / str(n),
+            outcomes[n].case.ranks,
+            (*outcomes[n].case.arguments, *outcomes[n].extra, *_overrides(folder / str(n))),
+        )
+        for n in asked
+    ]
+    errors = run_jobs(jobs, folder / "launches", worker=worker, seconds_each=seconds_a_case)
+    for number, error in zip(asked, errors, strict=True):
+        outcomes[number].error = error
     trained = [(number, outcome) for number, outcome in enumerate(outcomes) if outcome.error is None]
     needed = sorted({outcome.reference for _, outcome in trained})
     references = dict(zip(needed, _references([specs[n] for n in needed], folder), strict=True))
     for number, outcome in trained:
         _judge(outcome, folder / str(number) / "run", references[outcome.reference])
     return outcomes
-
-
-def _launch(
-    outcomes: Sequence[Outcome], numbers: list[int], folder: Path, ranks: int, worker: Path, seconds: float
-) -> None:
-    """Run cases in one launch, and those behind one that fails in another."""
-    while numbers:
-        jobs = [
-            {
-                "folder": str(folder / str(n)),
-                "arguments": [
-                    *outcomes[n].case.arguments,
-                    *outcomes[n].extra,
-                    *_overrides(folder / str(n)),
-                ],
-            }
-            for n in numbers
-        ]
-        file = folder / f"jobs-{ranks}-{numbers[0]}.json"
-        file.write_text(json.dumps(jobs), encoding="utf-8")
-        said = _start(file, ranks, worker, 120 + seconds * len(numbers))
-        for place, number in enumerate(numbers):
-            shutil.rmtree(folder / str(number) / "run" / "checkpoints", ignore_errors=True)
-            result = folder / str(number) / "result.json"
-            error = (
-                json.loads(result.read_text(encoding="utf-8"))["error"]
-                if result.exists()
-                else _last_words(folder / str(number), said)
-            )
-            if error:
-                outcomes[number].error = error
-                numbers = numbers[place + 1 :]
-                break
-        else:
-            return
 
 
 def _overrides(home: Path) -> list[str]:
@@ -140,44 +111,6 @@ def _overrides(home: Path) -> list[str]:
         "checkpoint.resume_from_checkpoint=never",
         "checkpoint.save_optimizer=false",
     ]
-
-
-def _start(file: Path, ranks: int, worker: Path, timeout: float) -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    scripts = Path(sys.executable).parent
-    command = [
-        str(scripts / "deepspeed"),
-        *("--num_gpus", str(ranks), "--master_port", str(port), "--log_level", "error"),
-        *(str(worker), str(file)),
-    ]
-    foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {key: value for key, value in os.environ.items() if key not in foreign}
-    environment["PATH"] = f"{scripts}{os.pathsep}{environment['PATH']}"
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
-    try:
-        said, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        process.communicate()
-        return f"no end after {timeout:.0f} s"
-    return said
-
-
-def _last_words(home: Path, said: str) -> str:
-    """Return the last line of a job that left no result."""
-    logs = [log.read_text(encoding="utf-8") for log in sorted(home.glob("log-rank*"))]
-    lines = [line for text in (*logs, said) for line in text.splitlines() if line.strip()]
-    return f"ended without a result; last: {lines[-1].strip()[:300]}" if lines else "never started"
 
 
 def _references(specs: Sequence[dict[str, Any]], folder: Path) -> list[list[dict[str, float]]]:

@@ -21,22 +21,15 @@ def reference_spec(arguments: Sequence[str], ranks: int, folder: Path) -> tuple[
     Raises UserError for what the reference cannot do, and as train.py does for mistakes.
     """
     args = train.parse_args(list(arguments))
-    asked = request.load(
-        args.config,
-        args.overrides,
-        dp_size=ranks,
-        on_cpu=distributed.on_cpu(),
-        deepspeed_config=args.deepspeed_config,
-        zero_stage=args.zero_stage,
-        precision=args.precision,
-    )
+    how = (args.deepspeed_config, args.zero_stage, args.precision)
+    asked = request.load(args.config, args.overrides, *how, dp_size=ranks, on_cpu=distributed.on_cpu())
     recipe, ds, tokenizer, model_config = asked.recipe, asked.ds, asked.tokenizer, asked.model_config
     model.check_fit(model_config, recipe.data.max_seq_length)
     optimizer = ds.config["optimizer"]["type"]
     if optimizer.lower() not in ("adamw", "adam"):
         raise UserError(f"{asked.ds_file}: optimizer.type={optimizer}: the reference knows AdamW alone")
-    how = recipe.data.model_dump(exclude={"train", "eval"}) | {"progress": False}
-    sources = data.build([source.model_dump() for source in recipe.data.train], tokenizer, **how)
+    options = recipe.data.model_dump(exclude={"train", "eval"}) | {"progress": False}
+    sources = data.build([source.model_dump() for source in recipe.data.train], tokenizer, **options)
     width = recipe.data.max_seq_length if recipe.data.packing else None
     # All ranks' rows in one batch: how they are dealt out is what is to be checked.
     loader = data.Loader(sources, recipe.seed, ds.global_batch, 1, 0, 1, width, tokenizer.eos_token_id)

@@ -1,0 +1,97 @@
+"""Stop and save on request: signals, files in the output folder, and a launcher that has died.
+
+A request to one rank becomes one of all ranks in the next step's own synchronisation, so no rank waits for
+another that has already left.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+
+STOP_FILE, SAVE_FILE = "STOP", "SAVE"
+PREEMPTED = 75  # exit status after a signal: saved, to be started again (EX_TEMPFAIL of sysexits.h)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_SAME_S = 2.0  # launchers pass a signal on that the ranks have got already
+_LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed", "accelerate")
+
+
+class Interrupted(Exception):
+    """Training has stopped early, on request, with a checkpoint. `status` is that of the process."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__("stopped on request")
+        self.status = status
+
+
+class Control:
+    """What was asked of this rank. Made when training starts: before that a signal ends a process as ever."""
+
+    def __init__(self, output_dir: Path, is_main: bool) -> None:
+        self.folder, self.is_main = output_dir, is_main
+        self._signalled = 0.0
+        self._chain = _launchers(os.getpid())
+        if is_main:
+            self._remove(STOP_FILE, SAVE_FILE)  # of an earlier run
+        for name in SIGNALS:
+            signal.signal(name, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._signalled and now - self._signalled > _SAME_S:
+            os._exit(PREEMPTED)
+        self._signalled = self._signalled or now
+
+    def poll(self) -> tuple[bool, bool, bool]:
+        """Return what is asked for: (stop by a signal or as the launcher is gone, stop by file, save)."""
+        signalled = self._signalled > 0 or not _alive(self._chain)
+        if not self.is_main:
+            return signalled, False, False
+        return signalled, (self.folder / STOP_FILE).exists(), (self.folder / SAVE_FILE).exists()
+
+    def done(self, *names: str) -> None:
+        """Remove the files of requests that were met."""
+        if self.is_main:
+            self._remove(*names)
+
+    def _remove(self, *names: str) -> None:
+        for name in names:
+            with contextlib.suppress(OSError):
+                (self.folder / name).unlink(missing_ok=True)
+
+
+def _launchers(pid: int) -> list[tuple[int, int]]:
+    """Return the launchers above `pid`, as (process, its parent), nearest first; none without /proc."""
+    chain = []
+    parent = _parent(pid)
+    while parent and parent > 1 and any(name in _command(parent) for name in _LAUNCHERS):
+        above = _parent(parent)
+        chain.append((parent, above or 0))
+        parent = above
+    return chain
+
+
+def _alive(chain: list[tuple[int, int]]) -> bool:
+    """Whether every launcher still is where it was: one whose parent has died gets another parent."""
+    if not chain:
+        return True
+    if os.getppid() != chain[0][0]:
+        return False
+    return all(_parent(pid) == above for pid, above in chain[:-1])
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[1])
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
