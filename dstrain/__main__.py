@@ -100,6 +100,38 @@ def doctor(
         raise UserError(f"not all ops are ready in {ops.cache_dir()}; add --build-ops")
 
 
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="Output folder of a run")],
+    step: Annotated[int | None, typer.Option(help="Checkpoint; else the newest that is whole")] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
+    max_shard_size: Annotated[str, typer.Option(help="Largest file, such as 5GB")] = "5GB",
+    output: Annotated[Path | None, typer.Option(help="Folder to write; else RUN/export-step-N")] = None,
+) -> None:
+    """Turn a checkpoint into a Hugging Face folder, a layer at a time."""
+    from dstrain import distributed
+    from dstrain.convert import convert
+
+    distributed.prepare()  # quiets the libraries
+    typer.echo(f"exported to {convert(run, step, dtype, max_shard_size, output)}")
+
+
+@app.command()
+def checkpoints(run: Annotated[Path, typer.Argument(help="Output folder of a run")]) -> None:
+    """List a run's checkpoints: step, tokens, loss, size, and whether every byte is as it was written."""
+    from dstrain.checkpoint import describe, steps
+
+    root = run / "checkpoints"
+    if not steps(root):
+        raise UserError(f"{root}: holds no checkpoint")
+    typer.echo(f"{'step':>8}  {'tokens':>14}  {'loss':>8}  {'MiB':>9}  state")
+    for row in describe(root):
+        tokens = f"{row['tokens']:,}" if row["tokens"] is not None else "-"
+        loss = f"{row['loss']:.4f}" if row["loss"] is not None else "-"
+        size = f"{row['bytes'] / 2**20:.1f}"
+        typer.echo(f"{row['step']:>8}  {tokens:>14}  {loss:>8}  {size:>9}  {row['problem'] or 'verified'}")
+
+
 @app.command(context_settings={"allow_extra_args": True})
 def parity(
     context: typer.Context,

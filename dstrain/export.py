@@ -1,15 +1,24 @@
 """The trained model as a Hugging Face folder, and a sample of what it writes."""
 
+import copy
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from dstrain.distributed import UMASK
+from dstrain.weights import Origin
 
 
 def export(engine: Any, tokenizer: Any, folder: Path, writer: bool) -> None:
@@ -35,12 +44,31 @@ def export(engine: Any, tokenizer: Any, folder: Path, writer: bool) -> None:
         state |= {name: buffer.detach().cpu() for name, buffer in model.named_buffers() if name in saved}
         temporary = folder.with_name(f"{folder.name}.tmp")
         model.save_pretrained(temporary, state_dict=state, safe_serialization=True)
-        tokenizer.save_pretrained(temporary)
-        _keep_use_cache(temporary / "config.json")
-        mode = 0o666 & ~UMASK
-        for file in temporary.iterdir():
-            file.chmod(mode)  # safetensors are written for the owner alone
+        finish_folder(temporary, tokenizer)
         os.replace(temporary, folder) if not folder.exists() else _swap(temporary, folder)
+
+
+def finish_folder(folder: Path, tokenizer: Any) -> None:
+    """Add the tokenizer to a folder of weights and config, and make it fit for use."""
+    tokenizer.save_pretrained(folder)
+    _keep_use_cache(folder / "config.json")
+    for file in folder.iterdir():
+        file.chmod(0o666 & ~UMASK)  # safetensors are written for the owner alone
+
+
+def skeleton(origin: Origin, config: PreTrainedConfig, rows: int, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model without weights, on the meta device: its names, shapes and configs."""
+    config = copy.deepcopy(config)
+    config.get_text_config().vocab_size = rows
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=origin.trust_remote_code
+        )
+    if origin.name is not None and model.can_generate():
+        with suppress(OSError):  # it has none: that of the config stays
+            model.generation_config = GenerationConfig.from_pretrained(origin.name, revision=origin.revision)
+    model.config.architectures = [type(model).__name__]
+    return model
 
 
 def _keep_use_cache(file: Path) -> None:

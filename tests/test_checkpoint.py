@@ -1,11 +1,14 @@
 """Checkpoints: exact on the same layout, within rounding on any other, whole or not there, and never code."""
 
+import json
 import pickle
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
-from running import metrics, tiny_recipe
+from running import REPOSITORY, launch, metrics, tiny_recipe
 from test_step import batches, tiny
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -357,3 +360,65 @@ def test_ranks_and_stages_change_on_the_way(tmp_path):
         if ranks == 3:
             assert manifests[1]["layout"]["ranks"] == 2
             assert "rank 2 stops" in (tmp_path / f"on-{number}" / "log-rank2").read_text()
+
+
+# ---- Commands.
+
+
+def command(*arguments):
+    process = subprocess.run(
+        [sys.executable, "-m", "dstrain", *map(str, arguments)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    return process.returncode, process.stdout, process.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_export_of_a_checkpoint_is_the_export_of_the_run(tmp_path, kind):
+    """In shards that are smaller than the model, loaded as any user would; experts under their names on disk."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    config = {"model_type": kind, "vocab_size": 4096, "hidden_size": 32, "intermediate_size": 64}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config |= {"tie_word_embeddings": kind == "llama"} | (
+        {"num_local_experts": 4} if kind == "mixtral" else {}
+    )
+    recipe = tiny_recipe(
+        tmp_path, model={"config": config, "add_tokens": ["<|x|>"]}, checkpoint={"export": True}
+    )
+    process = launch("--config", recipe, "--zero_stage", "3", launcher="torchrun", ranks=2)
+    assert process.returncode == 0, process.stderr
+    run = tmp_path / "run"
+    status, said, wrong = command("export", run, "--dtype", "fp32", "--max-shard-size", "300KB")
+    assert (status, wrong) == (0, ""), wrong
+    assert said == f"exported to {run / 'export-step-4'}\n"
+    files = sorted((run / "export-step-4").glob("*.safetensors"))
+    assert len(files) > 1
+    ours = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    theirs = load_file(run / "hf_model" / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    lm, report = AutoModelForCausalLM.from_pretrained(run / "export-step-4", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    ids = torch.arange(20)[None]
+    expected = AutoModelForCausalLM.from_pretrained(run / "hf_model")(ids).logits
+    assert torch.equal(lm(ids).logits, expected)
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        assert json.loads((run / "export-step-4" / name).read_text()) == json.loads(
+            (run / "hf_model" / name).read_text()
+        )
+    assert command("export", run)[2] == f"error: --output={run / 'export-step-4'}: exists already\n"
+    listed = command("checkpoints", run)[1].splitlines()
+    assert [line.split()[0] for line in listed] == ["step", "4"]
+    assert listed[1].endswith("verified")
+    flip(run / "checkpoints" / "step-4" / "rank-00001.safetensors")
+    assert "rank-00001.safetensors: damaged" in command("checkpoints", run)[1]
+    status, _, wrong = command("export", run, "--output", tmp_path / "other")
+    assert status == 2
+    assert "rank-00001.safetensors: damaged (its checksum is wrong)" in wrong
+    assert not (tmp_path / "other").exists()
+    assert command("export", run, "--step", "3")[2].endswith("no step 3; there are 4\n")

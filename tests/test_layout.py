@@ -26,7 +26,7 @@ ALLOWED = {
     "loss": set(),
     "weights": {"errors"},
     "model": {"errors", "loss", "probe", "weights"},
-    "export": {"distributed"},
+    "export": {"distributed", "weights"},
     "dtypes": set(),
     "probe": {"errors"},
     "schedule": set(),
@@ -41,6 +41,7 @@ ALLOWED = {
     "gguf": {"errors"},
     # What train.py and the commands have in common, and what launches train.py.
     "request": {"config", "ds_config", "errors", "model", "run_folder"},
+    "convert": {"checkpoint", "errors", "export", "request"},
     "parity": {"errors", "data", "distributed", "request", "parity"},
 }
 
