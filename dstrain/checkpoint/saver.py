@@ -89,7 +89,7 @@ class Saver:
         }
         self._step, self._error = step, None
         self._thread = threading.Thread(
-            target=self._write, args=(temporary, tensors, listed, body), name="checkpoint"
+            target=self._write, args=(temporary, tensors, listed, body), name="checkpoint", daemon=True
         )
         self._thread.start()
         if not self.background:

@@ -1,0 +1,149 @@
+"""Signals, request files, a launcher that dies, and SIGKILL at any moment: nothing is lost, no process is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import drill
+import pytest
+from running import REPOSITORY, launch, losses, metrics, tiny_recipe
+
+from dstrain import checkpoint
+from dstrain.control import PREEMPTED
+
+pytestmark = pytest.mark.slow
+LONG = {"max_steps": 5000, "train_micro_batch_size_per_gpu": 1}
+
+
+def start(recipe, launcher, ranks):
+    """Start a long run, and return its process and the ranks' process ids once it trains."""
+    scripts = Path(sys.executable).parent
+    port = str(20000 + time.monotonic_ns() % 20000)
+    command = {
+        "python": [sys.executable],
+        "deepspeed": [str(scripts / "deepspeed"), "--num_gpus", str(ranks), "--master_port", port],
+        "torchrun": [str(scripts / "torchrun"), "--nproc-per-node", str(ranks), "--master-port", port],
+    }[launcher]
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    for name in ("LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    environment["PATH"] = f"{scripts}{os.pathsep}{environment['PATH']}"
+    process = subprocess.Popen(
+        [*command, str(REPOSITORY / "train.py"), "--config", str(recipe)],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    run = recipe.parent / "run"
+    wait_for(lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) > 3)
+    return process, ranks_of(recipe)
+
+
+def ranks_of(recipe):
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        is_rank = any(word.endswith(b"train.py") for word in words[:4]) and str(recipe).encode() in words
+        launcher = any(
+            b"launch" in word or word.endswith((b"/deepspeed", b"/torchrun")) for word in words[:4]
+        )
+        if is_rank and not launcher:
+            found.append(int(folder.name))
+    return sorted(found)
+
+
+def wait_for(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.05)
+
+
+def last_step(recipe):
+    return checkpoint.newest_step(recipe.parent / "run" / "checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "name", "to"),
+    [
+        ("python", 1, signal.SIGTERM, "rank"),
+        ("torchrun", 2, signal.SIGUSR1, "rank"),
+        ("torchrun", 2, signal.SIGTERM, "launcher"),
+        ("deepspeed", 2, signal.SIGTERM, "launcher"),
+        ("deepspeed", 2, signal.SIGKILL, "launcher"),
+    ],
+)
+def test_a_signal_saves_and_ends_all_ranks(tmp_path, launcher, ranks, name, to):
+    """To one rank, or to the launcher, whose death alone makes the ranks save; the run then goes on as if never."""
+    recipe = tiny_recipe(tmp_path, train=LONG, checkpoint={"export": False})
+    process, pids = start(recipe, launcher, ranks)
+    assert len(pids) == ranks
+    os.kill(pids[-1] if to == "rank" else process.pid, name)
+    wait_for(lambda: not ranks_of(recipe), 30)
+    said, wrong = process.communicate(timeout=60)
+    if launcher == "python":
+        assert process.returncode == PREEMPTED
+        assert wrong == ""
+        assert "by a signal; saved, and the same command goes on" in said
+    step, rows = last_step(recipe), metrics(tmp_path / "run")
+    assert step == rows[-1]["step"]
+    assert checkpoint.problem(tmp_path / "run" / "checkpoints" / f"step-{step}") is None
+    again = launch("--config", recipe, f"train.max_steps={step + 2}", launcher="torchrun", ranks=ranks)
+    assert again.returncode == 0, again.stderr
+    straight = tiny_recipe(
+        tmp_path / "straight", train=LONG | {"max_steps": step + 2}, checkpoint={"export": False}
+    )
+    assert launch("--config", straight, launcher="torchrun", ranks=ranks).returncode == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight" / "run")
+
+
+def test_files_ask_for_a_save_and_a_stop(tmp_path):
+    recipe = tiny_recipe(tmp_path, train=LONG, checkpoint={"export": False})
+    process, _ = start(recipe, "python", 1)
+    run = tmp_path / "run"
+    (run / "SAVE").touch()
+    wait_for(lambda: not (run / "SAVE").exists() and last_step(recipe))
+    saved = last_step(recipe)
+    wait_for(lambda: metrics(run)[-1]["step"] > saved + 2)  # it goes on
+    (run / "STOP").touch()
+    said, wrong = process.communicate(timeout=60)
+    assert (process.returncode, wrong) == (0, "")
+    assert "by the file STOP; saved" in said
+    assert last_step(recipe) == metrics(run)[-1]["step"] > saved
+    assert not (run / "STOP").exists()
+    (row,) = [row for row in metrics(run) if row.get("checkpoint_stall_s")][:1]
+    assert row["checkpoint_gib"] > 0
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    """One that follows within two seconds is the same: launchers pass on what the ranks have got already."""
+    code = (
+        "import pathlib, time; from dstrain.control import Control\n"
+        f"control = Control(pathlib.Path({str(tmp_path)!r}), True)\n"
+        "print('ready', flush=True)\n"
+        "while True:\n    time.sleep(0.01); print(control.poll()[0], flush=True)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGUSR1)
+    process.send_signal(signal.SIGTERM)
+    while process.stdout.readline() != "True\n":
+        pass
+    assert process.poll() is None
+    time.sleep(2.2)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == PREEMPTED
+
+
+def test_short_drill(tmp_path):
+    """SIGKILL at eight random moments in steps, saves, deletions and loads; see drill.py for the long form."""
+    assert len(drill.drill(8, seed=1, folder=tmp_path)) >= 8
