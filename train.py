@@ -132,6 +132,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     if world.is_main:
         lock = lock or run_folder.lock(output_dir)  # held as long as the process lives
         saved = config.dump_recipe(recipe, output_dir=str(output_dir), deepspeed="ds_config.json")
+        run_folder.guard_restarts(output_dir)
         run_folder.describe(output_dir, options, saved, run.ds_json, ds.config)
     observer.start(logs.report_to, logs.project, logs.run_name, options, wandb_id)
 

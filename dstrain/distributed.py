@@ -27,8 +27,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else the import warns that it found nothing else
 
 import deepspeed
+from deepspeed.accelerator import get_accelerator
 
 _PATIENCE_S = 10.0
+_GROUP_TIMEOUT = timedelta(minutes=10)
 
 UMASK = os.umask(0)  # can only be read by setting it, which is safe while there are no threads
 os.umask(UMASK)
@@ -135,10 +137,11 @@ def start(place: World) -> None:
     os.environ.setdefault("LOCAL_SIZE", str(place.local_size))
     if not on_cpu():
         torch.cuda.set_device(place.local_rank)
+    _join_after_a_restart(place)
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints, on every rank, that it found its op
             # The environment says all, so there is no MPI to discover.
-            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=10))
+            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=_GROUP_TIMEOUT)
     except torch.distributed.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -147,6 +150,26 @@ def start(place: World) -> None:
             "give this one another: deepspeed --master_port N (torchrun: --master-port N)"
         ) from None
     _unlink_shared_buffer(place)
+
+
+def _join_after_a_restart(place: World) -> None:
+    """Start torch's process group under a prefix of its own for each restart that torchrun makes.
+
+    Its static rendezvous keeps one store for all attempts, in which ranks would find where those before them
+    listened, and wait for them (torch 2.13). DeepSpeed takes the group that it finds.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or attempt == "0":
+        return
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = torch.distributed.TCPStore(address, port, place.size, False, timeout=_GROUP_TIMEOUT)
+    torch.distributed.init_process_group(
+        get_accelerator().communication_backend_name(),
+        store=torch.distributed.PrefixStore(f"attempt-{attempt}", store),
+        rank=place.rank,
+        world_size=place.size,
+        timeout=_GROUP_TIMEOUT,
+    )
 
 
 def _unlink_shared_buffer(place: World) -> None:

@@ -98,6 +98,34 @@ def held_batch(output_dir: Path, recipe: Mapping[str, Any], ds_json: Mapping[str
     return saved.get("in_force.global_batch") if same else None
 
 
+_TIMES = 3
+
+
+def guard_restarts(output_dir: Path) -> None:
+    """Count restarts that a launcher made by itself. Raises UserError once the same step has failed 3 times.
+
+    torchrun counts its restarts in TORCHELASTIC_RESTART_COUNT; scripts may do so in DSTRAIN_RESTARTS.
+    """
+    environment = os.environ
+    restarts = environment.get("DSTRAIN_RESTARTS") or environment.get("TORCHELASTIC_RESTART_COUNT") or "0"
+    file, log = output_dir / "restarts.json", output_dir / "metrics.jsonl"
+    if not restarts.isdecimal() or int(restarts) == 0 or not log.exists():
+        file.unlink(missing_ok=True)
+        return
+    try:
+        step = json.loads(log.read_text(encoding="utf-8").splitlines()[-1])["step"]
+        before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except (ValueError, KeyError, IndexError):  # a line that was cut off as the process died
+        return
+    times = before.get("times", 0) + 1 if before.get("step") == step else 1
+    if times >= _TIMES:
+        raise UserError(
+            f"output_dir={str(output_dir)!r}: the run failed {times} times in a row after step {step}; it is "
+            "not started again by itself. Its last error is above; start it by hand to try once more"
+        )
+    write_text(file, json.dumps({"step": step, "times": times}))
+
+
 def lock(folder: Path, key: str = "output_dir") -> FileLock:
     """Take a folder, made if it is missing, for this process until it ends. key: what the user calls it.
 

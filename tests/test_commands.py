@@ -197,6 +197,26 @@ def test_what_is_in_force_may_not_change(tmp_path, monkeypatch):
     )
 
 
+def test_a_change_is_refused_until_it_is_allowed(tmp_path, monkeypatch):
+    recipe = tiny_recipe(tmp_path)
+    run(monkeypatch, "--config", recipe, "train.max_steps=1")
+    changed = ("train.learning_rate=0.5", "seed=7", "train.max_steps=2")
+    diff = "seed is 42 there and 7 here, train.learning_rate is 0.01 there and 0.5 here"
+    how = "go on so with --allow-change seed --allow-change train.learning_rate"
+    with pytest.raises(UserError, match=f"{diff}; .* {how}"):
+        run(monkeypatch, "--config", recipe, *changed)
+    run(
+        *(monkeypatch, "--config", recipe, *changed),
+        "--allow-change=seed",
+        "--allow-change=train.learning_rate",
+    )
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["lr"] for row in rows if "lr" in row] == [0.01, 0.5]
+    run(
+        monkeypatch, "--config", recipe, "seed=7", "train.learning_rate=0.5", "train.max_steps=3"
+    )  # taken over
+
+
 MODELS = {
     "llama": {},
     "gpt2": {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64},

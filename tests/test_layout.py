@@ -141,6 +141,18 @@ def test_links_and_commands_of_documents_exist(document):
                 assert (REPOSITORY / word).exists(), f"{document.name}: {line}"
 
 
+def test_each_row_of_what_you_lose_has_a_test():
+    text = (REPOSITORY / "docs" / "checkpoints.md").read_text()
+    written = "".join(file.read_text() for file in (REPOSITORY / "tests").glob("test_*.py"))
+    rows = [row for row in text.splitlines() if row.startswith("|")][2:]
+    assert len(rows) > 10
+    for row in rows:
+        names = re.findall(r"`(test_\w+)`", row.split("|")[3])
+        assert names, row
+        for name in names:
+            assert f"def {name}(" in written, name
+
+
 def test_readme_names_the_two_commands():
     text = (REPOSITORY / "README.md").read_text()
     assert "./launch/quickstart.sh" in text

@@ -147,3 +147,55 @@ def test_a_second_signal_ends_at_once(tmp_path):
 def test_short_drill(tmp_path):
     """SIGKILL at eight random moments in steps, saves, deletions and loads; see drill.py for the long form."""
     assert len(drill.drill(8, seed=1, folder=tmp_path)) >= 8
+
+
+def restarting(recipe, code):
+    """Run train.py under torchrun with restarts, with `code` before it in every rank."""
+    script = recipe.parent / "wrapped.py"
+    script.write_text(
+        f"import sys, os, signal\nsys.path.insert(0, {str(REPOSITORY)!r})\nimport train\n"
+        f"from dstrain import distributed\n{code}\n"
+        "train.main(train.parse_args(), distributed.prepare())\ndistributed.leave(0)\n"
+    )
+    command = [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "--max-restarts", "8"]
+    port = str(20000 + time.monotonic_ns() % 20000)
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    return subprocess.run(
+        [*command, "--master-port", port, "--monitor-interval", "0.2", str(script), "--config", str(recipe)],
+        env=environment, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+
+
+def test_torchrun_restarts_a_job_whose_rank_died(tmp_path):
+    recipe = tiny_recipe(tmp_path, train={"max_steps": 8}, checkpoint={"export": False, "save_steps": 2})
+    code = (
+        "steps, once = train.train_step, os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\n"
+        "def dies(engine, *rest):\n"
+        "    if once and engine.global_steps == 5 and os.environ['RANK'] == '1':\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return steps(engine, *rest)\n"
+        "train.train_step = dies"
+    )
+    process = restarting(recipe, code)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert "resumed from step 4" in process.stdout
+    straight = tiny_recipe(tmp_path / "straight", train={"max_steps": 8}, checkpoint={"export": False})
+    assert launch("--config", straight, launcher="torchrun", ranks=2).returncode == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight" / "run")
+
+
+def test_a_job_that_fails_at_the_same_step_is_not_started_for_ever(tmp_path):
+    recipe = tiny_recipe(tmp_path, train={"max_steps": 8}, checkpoint={"export": False, "save_steps": 2})
+    code = (
+        "steps = train.train_step\n"
+        "def dies(engine, *rest):\n"
+        "    if engine.global_steps == 5:\n        os._exit(9)\n"
+        "    return steps(engine, *rest)\n"
+        "train.train_step = dies"
+    )
+    process = restarting(recipe, code)
+    assert process.returncode != 0
+    assert "the run failed 3 times in a row after step 5; it is not started again by itself" in process.stderr
+    assert last_step(recipe) == 4
