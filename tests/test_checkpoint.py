@@ -299,6 +299,18 @@ RECIPE = {
 }
 
 
+# A pass is a few steps long, and the sources are drawn by weight.
+WORDS = " ".join(str(number) for number in range(90))
+SEVERAL_EPOCHS = "data.train=[{path: short.jsonl, weight: 2}, {path: long.jsonl, weight: 0.5}]"
+
+
+def write_sources(folder):
+    """Two sources that are drawn by weight: few sequences, so that epochs end within a few steps."""
+    for name, rows in (("short", 2), ("long", 4)):
+        lines = [json.dumps({"text": f"{name} {row} {WORDS}"}) + "\n" for row in range(rows)]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+
+
 def truncated(run, target):
     """Copy a finished run as it was after its third step."""
     shutil.copytree(run, target)
@@ -307,15 +319,18 @@ def truncated(run, target):
 
 
 @pytest.mark.slow
-def test_ranks_and_stages_change_on_the_way(tmp_path):
+def test_ranks_and_stages_change_on_the_way(tmp_path, monkeypatch):
     """1, 2 and 4 ranks, all stages, offload and not, dropout and not; no sample twice and none left out."""
     recipe = str(tiny_recipe(tmp_path / "recipe", **RECIPE))
+    write_sources(tmp_path)
+    monkeypatch.chdir(tmp_path)  # paths on the command line are relative to it
     dropout = "model.config.attention_dropout=0.1"
     starts = {
         "plain": (2, ("--zero_stage", "1")),
         "zero3": (2, ("--zero_stage", "3")),
         "dropout": (2, ("--zero_stage", "2", dropout)),
         "bf16": (2, ("--deepspeed_config", "zero1.json")),
+        "epochs": (2, ("--zero_stage", "1", SEVERAL_EPOCHS)),
     }
     goes_on = [  # from, ranks, how, exact
         ("plain", 2, ("--zero_stage", "1"), True),
@@ -328,6 +343,8 @@ def test_ranks_and_stages_change_on_the_way(tmp_path):
         ("zero3", 2, ("--deepspeed_config", "zero2_offload.json", "deepspeed.bf16.enabled=false"), False),
         ("dropout", 2, ("--zero_stage", "2", dropout), True),
         ("bf16", 2, ("--deepspeed_config", "zero1.json"), True),
+        ("epochs", 2, ("--zero_stage", "1", SEVERAL_EPOCHS), True),
+        ("epochs", 1, ("--zero_stage", "1", SEVERAL_EPOCHS), False),
     ]
 
     def job(name, ranks, how):
