@@ -5,6 +5,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ./launch/setup.sh
 source .venv/bin/activate
-# DeepSpeed warns when it looks for a GPU and finds none.
-command -v nvidia-smi >/dev/null || export DS_ACCELERATOR=cpu
-exec deepspeed --log_level error train.py --config recipes/quickstart/recipe.yaml "$@"
+exec ./launch/single_node.sh recipes/quickstart/recipe.yaml "$@"

@@ -149,6 +149,50 @@ def test_short_drill(tmp_path):
     assert len(drill.drill(8, seed=1, folder=tmp_path)) >= 8
 
 
+def test_the_launch_script_waits_for_the_save(tmp_path):
+    recipe = tiny_recipe(tmp_path, train=LONG, checkpoint={"export": False})
+    script = [str(REPOSITORY / "launch" / "single_node.sh"), str(recipe)]
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    environment |= {"NUM_GPUS": "2", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    process = subprocess.Popen(
+        script, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    run = tmp_path / "run"
+    wait_for(lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) > 3)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == PREEMPTED
+    assert not ranks_of(recipe)
+    assert last_step(recipe) == metrics(run)[-1]["step"]
+
+
+def test_the_launch_script_starts_a_run_again(tmp_path):
+    recipe = tiny_recipe(
+        tmp_path, train=LONG | {"max_steps": 600}, checkpoint={"export": False, "save_steps": 20}
+    )
+    script = [str(REPOSITORY / "launch" / "single_node.sh"), str(recipe)]
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    environment |= {
+        "NUM_GPUS": "2",
+        "RESTARTS": "2",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    process = subprocess.Popen(
+        script, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(lambda: last_step(recipe))
+    os.kill(ranks_of(recipe)[-1], signal.SIGKILL)
+    said, wrong = process.communicate(timeout=200)
+    assert process.returncode == 0, wrong[-2000:]
+    assert "starting it again (1 of 2)" in wrong
+    assert "resumed from step" in said
+    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(601))
+
+
 def restarting(recipe, code):
     """Run train.py under torchrun with restarts, with `code` before it in every rank."""
     script = recipe.parent / "wrapped.py"
