@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from running import REPOSITORY, launch, metrics, tiny_recipe
+from running import REPOSITORY, launch, losses, metrics, tiny_recipe
 from test_step import batches, tiny
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -22,11 +22,11 @@ ALONE = distributed.World(0, 1, 0, 1)
 LAYOUTS = [(stage, None) for stage in range(4)] + [(stage, "cpu") for stage in (1, 2, 3)]
 
 
-def engine_of(stage, offload=None, precision="fp32", nvme="", large=False):
+def engine_of(stage, offload=None, precision="fp32", large=False):
     import deepspeed
 
     lm = tiny(dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
-    if large:  # tensors of more than 1 MiB, which DeepSpeed does swap
+    if large:
         torch.manual_seed(0)
         config = lm.config
         config.hidden_size, config.intermediate_size, config.vocab_size = 384, 768, 1024
@@ -34,7 +34,7 @@ def engine_of(stage, offload=None, precision="fp32", nvme="", large=False):
     zero = {"stage": stage}
     params = {"lr": 1e-2, "betas": [0.9, 0.99]}
     if offload:
-        zero["offload_optimizer"] = {"device": offload} | ({"nvme_path": str(nvme)} if nvme else {})
+        zero["offload_optimizer"] = {"device": offload}
     else:
         params |= {"torch_adam": True, "fused": True}
     config = {
@@ -111,20 +111,6 @@ def test_any_layout_goes_on_under_any_other(saved, before):
 def test_bf16_resumes_to_the_bit(process_group, tmp_path, stage):
     expected = straight(tmp_path, stage, precision="bf16")
     assert resumed(tmp_path, stage, precision="bf16")[1] == expected
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not ops.has_libaio(), reason="needs libaio")
-def test_nvme_resumes_to_the_bit(process_group, tmp_path):
-    """DeepSpeed 0.19.8 loses the optimizer's step and its smaller states here."""
-    ops.ready(("cpu_adam", *ops.NVME))
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    expected = straight(tmp_path, 3, "nvme", nvme=tmp_path / "a", large=True)
-    assert [file for file in (tmp_path / "a").rglob("*.swp") if file.stat().st_size]
-    assert resumed(tmp_path, 3, "nvme", nvme=tmp_path / "b", large=True)[1] == expected
-    _, elsewhere = resumed(tmp_path, 1, large=True)
-    assert [r.loss for r in elsewhere] == pytest.approx([r.loss for r in expected], rel=1e-5)
 
 
 # ---- Damage.
@@ -377,6 +363,38 @@ def test_ranks_and_stages_change_on_the_way(tmp_path, monkeypatch):
         if ranks == 3:
             assert manifests[1]["layout"]["ranks"] == 2
             assert "rank 2 stops" in (tmp_path / f"on-{number}" / "log-rank2").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ops.has_libaio(), reason="needs libaio")
+def test_nvme_resumes_to_the_bit(tmp_path):
+    """DeepSpeed 0.19.8 loses the optimizer's step and its smaller states here."""
+    config = {"model_type": "llama", "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1024}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    recipe = str(tiny_recipe(tmp_path / "recipe", model={"config": config}, **RECIPE))
+    block = "deepspeed.zero_optimization.offload"
+    nvme = ["--deepspeed_config", "zero3_nvme.json", f"{block}_param.buffer_size=3000000"]
+    nvme += [f"{block}_{part}.nvme_path={tmp_path / 'nvme'}" for part in ("optimizer", "param")]
+    (tmp_path / "nvme").mkdir()
+
+    def job(name, *how):
+        (tmp_path / name).mkdir(exist_ok=True)
+        return Job(tmp_path / name, 1, ("--config", recipe, *how, f"output_dir={tmp_path / name / 'run'}"))
+
+    assert run_jobs([job("straight", *nvme)], tmp_path / "launches-1") == [None]
+    assert [file for file in (tmp_path / "nvme").rglob("*.swp") if file.stat().st_size]
+    jobs = [job("same", *nvme), job("elsewhere", "--deepspeed_config", "zero1.json")]
+    for again in jobs:
+        truncated(tmp_path / "straight" / "run", again.folder / "run")
+    assert run_jobs(jobs, tmp_path / "launches-2") == [None, None]
+    expected = losses(tmp_path / "straight" / "run")
+    assert losses(tmp_path / "same" / "run") == expected
+    assert losses(tmp_path / "elsewhere" / "run") == pytest.approx(expected, rel=2e-3)
+    manifests = [
+        checkpoint.Reader(tmp_path / name / "run" / "checkpoints" / "step-6").manifest["files"]
+        for name in ("straight", "same")
+    ]
+    assert manifests[0] == manifests[1]
 
 
 # ---- Commands.
