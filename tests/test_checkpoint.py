@@ -31,7 +31,7 @@ def engine_of(stage, offload=None, precision="fp32", large=False):
         config = lm.config
         config.hidden_size, config.intermediate_size, config.vocab_size = 384, 768, 1024
         lm = type(lm)(config)
-    zero = {"stage": stage}
+    zero = {"stage": stage, "reduce_bucket_size": 10**6}  # the default maps 2 GB an engine
     params = {"lr": 1e-2, "betas": [0.9, 0.99]}
     if offload:
         zero["offload_optimizer"] = {"device": offload}
@@ -389,6 +389,8 @@ def test_nvme_resumes_to_the_bit(tmp_path):
     assert run_jobs(jobs, tmp_path / "launches-2") == [None, None]
     expected = losses(tmp_path / "straight" / "run")
     assert losses(tmp_path / "same" / "run") == expected
+    held = metrics(tmp_path / "straight" / "run")[0]["dtypes"]
+    assert (held["parameters"], held["master_weights"], held["optimizer_states"]) == ("bf16", "fp32", "fp32")
     assert losses(tmp_path / "elsewhere" / "run") == pytest.approx(expected, rel=2e-3)
     manifests = [
         checkpoint.Reader(tmp_path / name / "run" / "checkpoints" / "step-6").manifest["files"]

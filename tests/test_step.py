@@ -53,7 +53,7 @@ def engine_of(lm, stage, micro=2, gas=1, precision="fp32", clip=0.5, at=lambda d
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": gas,
         "gradient_clipping": clip,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 10**6},  # else 2 GB an engine
         "optimizer": {
             "type": "AdamW",
             "params": {"lr": 1e-2, "betas": [0.9, 0.99], "torch_adam": True, "fused": True},
