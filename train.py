@@ -119,7 +119,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     observer.header(
         (*ds.notes, *dtypes.notes(held, ds.gas)),
         held,
-        **run.describe(parameters, max_steps, epoch_steps, warmup_steps, world.size),
+        **run.describe(parameters, max_steps, epoch_steps, warmup_steps),
         data=data.describe(train_data),
         eval=data.describe(eval_data) if eval_data else "none",
         device=distributed.describe(world),

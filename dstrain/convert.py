@@ -17,7 +17,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from dstrain import request
 from dstrain.checkpoint import Reader, problem, steps
 from dstrain.errors import UserError, nearest
-from dstrain.export import finish_folder, skeleton
+from dstrain.export import finish_folder
+from dstrain.weights import skeleton
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}

@@ -1,24 +1,15 @@
 """The trained model as a Hugging Face folder, and a sample of what it writes."""
 
-import copy
 import json
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from dstrain.distributed import UMASK
-from dstrain.weights import Origin
 
 
 def export(engine: Any, tokenizer: Any, folder: Path, writer: bool) -> None:
@@ -54,21 +45,6 @@ def finish_folder(folder: Path, tokenizer: Any) -> None:
     _keep_use_cache(folder / "config.json")
     for file in folder.iterdir():
         file.chmod(0o666 & ~UMASK)  # safetensors are written for the owner alone
-
-
-def skeleton(origin: Origin, config: PreTrainedConfig, rows: int, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model without weights, on the meta device: its names, shapes and configs."""
-    config = copy.deepcopy(config)
-    config.get_text_config().vocab_size = rows
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=origin.trust_remote_code
-        )
-    if origin.name is not None and model.can_generate():
-        with suppress(OSError):  # it has none: that of the config stays
-            model.generation_config = GenerationConfig.from_pretrained(origin.name, revision=origin.revision)
-    model.config.architectures = [type(model).__name__]
-    return model
 
 
 def _keep_use_cache(file: Path) -> None:

@@ -31,14 +31,14 @@ class Request:
         return config.flat(self.recipe) | self.ds.in_force
 
     def describe(
-        self, parameters: int, max_steps: int, epoch_steps: float, warmup_steps: int, dp_size: int
+        self, parameters: int, max_steps: int, epoch_steps: float, warmup_steps: int
     ) -> dict[str, str]:
         """Return lines for the header of a run. epoch_steps: steps in a pass over the data."""
         ds, tokens = self.ds, self.ds.global_batch * self.recipe.data.max_seq_length
         checkpointing = ", gradient checkpointing" if ds.gradient_checkpointing else ""
         return {
             "model": f"{self.origin.title} ({self.model_config.model_type}), {parameters:,} parameters",
-            "batch": f"{ds.micro} micro x {ds.gas} gas x {dp_size} dp = {ds.global_batch} sequences"
+            "batch": f"{ds.micro} micro x {ds.gas} gas x {self.dp_size} dp = {ds.global_batch} sequences"
             f" = {tokens:,} tokens",
             "steps": f"{max_steps:,} = {max_steps / epoch_steps:.2f} epochs = {max_steps * tokens:,} tokens",
             "schedule": f"{ds.lr_scheduler_type}, peak lr {ds.learning_rate:g}, {warmup_steps} warm-up steps",

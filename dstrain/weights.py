@@ -152,11 +152,7 @@ def _partitioned(plan: _Plan, zero3_config: dict[str, Any]) -> PreTrainedModel:
     with no_init_weights(), _errors_only(), partitions:
         model = _from_config(plan, plan.dtype)
     model.tie_weights()
-    if plan.origin.name is not None and model.can_generate():
-        with suppress(OSError):  # it has none: that of the config stays
-            model.generation_config = GenerationConfig.from_pretrained(
-                plan.origin.name, revision=plan.origin.revision
-            )
+    _take_generation_config(model, plan.origin)
     reads = torch.distributed.get_rank() == 0
     read = _read(plan, model) if reads else None
     saved = model.state_dict().keys()  # buffers that are made anew on loading are not in it
@@ -228,6 +224,15 @@ def _shape(file: str, name: str) -> tuple[int, ...] | None:
         return tuple(tensors.get_slice(name).get_shape()) if name in tensors.keys() else None  # noqa: SIM118
 
 
+def skeleton(origin: Origin, config: PreTrainedConfig, rows: int, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model without weights, on the meta device: its names, shapes and configs."""
+    with torch.device("meta"):
+        model = _from_config(_Plan(origin, config, "sdpa", dtype, 0, rows), dtype)
+    _take_generation_config(model, origin)
+    model.config.architectures = [type(model).__name__]
+    return model
+
+
 def _from_config(plan: _Plan, dtype: torch.dtype) -> PreTrainedModel:
     config = copy.deepcopy(plan.config)
     config.get_text_config().vocab_size = plan.rows
@@ -237,6 +242,12 @@ def _from_config(plan: _Plan, dtype: torch.dtype) -> PreTrainedModel:
         dtype=dtype,
         trust_remote_code=plan.origin.trust_remote_code,
     )
+
+
+def _take_generation_config(model: PreTrainedModel, origin: Origin) -> None:
+    if origin.name is not None and model.can_generate():
+        with suppress(OSError):  # it has none: that of the config stays
+            model.generation_config = GenerationConfig.from_pretrained(origin.name, revision=origin.revision)
 
 
 def _vocabulary_parameters(model: PreTrainedModel) -> set[str]:

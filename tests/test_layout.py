@@ -26,7 +26,7 @@ ALLOWED = {
     "loss": set(),
     "weights": {"errors"},
     "model": {"errors", "loss", "probe", "weights"},
-    "export": {"distributed", "weights"},
+    "export": {"distributed"},
     "dtypes": set(),
     "probe": {"errors"},
     "schedule": set(),
@@ -41,7 +41,7 @@ ALLOWED = {
     "gguf": {"errors"},
     # What train.py and the commands have in common, and what launches train.py.
     "request": {"config", "ds_config", "errors", "model", "run_folder"},
-    "convert": {"checkpoint", "errors", "export", "request"},
+    "convert": {"checkpoint", "errors", "export", "request", "weights"},
     "parity": {"errors", "data", "distributed", "model", "request", "parity"},
 }
 
