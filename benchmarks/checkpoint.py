@@ -24,6 +24,7 @@ def measure(folder: Path, background: bool) -> tuple[list[float], float]:
         f"train.max_steps={STEPS}",
         "checkpoint.save_steps=3",
         "checkpoint.export=false",
+        "logging.logging_steps=1",
     ]
     how += [f"checkpoint.async_save={str(background).lower()}", f"output_dir={folder}", "data.eval=null"]
     start([sys.executable, "train.py", "--config", "recipes/quickstart", *how], None)

@@ -1,6 +1,6 @@
 """Kill a training run again and again with SIGKILL, start it again, and compare it with one that was left alone.
 
-    python tests/drill.py --points 8 --seed 0
+    python tests/drill.py --points 200 --seed 0     # half an hour or more; writes benchmarks/logs/drill.log
 
 Each point is a moment inside a step, inside a phase of a save, while an old checkpoint is deleted, or while a
 checkpoint is loaded, on a random rank or on all; the process kills itself there, so that moments of microseconds
@@ -17,10 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
 
 STEPS, EVERY, RANKS = 24, 3, 2
 
@@ -100,7 +101,7 @@ def start(recipe: Path, *arguments: str, order: dict | None = None) -> subproces
     )  # fmt: skip
 
 
-def drill(points: int, seed: int, folder: Path) -> list[str]:
+def drill(points: int, seed: int, folder: Path, say: Callable[[str], None] = print) -> list[str]:
     """Run the drill and return a line for each point. Raises AssertionError for the first thing that is lost."""
     from running import metrics, tiny_recipe
 
@@ -138,7 +139,7 @@ def drill(points: int, seed: int, folder: Path) -> list[str]:
             f"{'killed' if killed else 'ran to its end'}, newest good {max(good, default=0)} -> {max(after, default=0)}, "
             f"{time.perf_counter() - began:.0f} s"
         )
-        print(lines[-1], flush=True)
+        say(lines[-1])
         if killed:
             number += 1
         if not killed:
@@ -181,10 +182,14 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    started = time.perf_counter()
+    from common import Log
+
+    log, started = Log("drill"), time.perf_counter()
+    log(f"python tests/drill.py --points {args.points} --seed {args.seed}")
     with tempfile.TemporaryDirectory(prefix="drill-") as folder:
-        drill(args.points, args.seed, Path(folder))
-    print(f"{args.points} kills, nothing lost, loss curve bit-equal; {time.perf_counter() - started:.0f} s")
+        drill(args.points, args.seed, Path(folder), say=log)
+    log(f"{args.points} kills, nothing lost, loss curve bit-equal; {time.perf_counter() - started:.0f} s")
+    log.machine()
 
 
 if __name__ == "__main__":

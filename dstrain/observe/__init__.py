@@ -109,8 +109,9 @@ class Observer:
             self.trackers.log(row)
 
     def measured(self, values: Mapping[str, float]) -> None:
-        """Take what a save cost; it goes into the next row."""
-        self.extra = dict(values)
+        """Take what a save cost; it goes into the next row, where stalls of several saves add up."""
+        stalls = self.extra.get("checkpoint_stall_s", 0.0) + values.get("checkpoint_stall_s", 0.0)
+        self.extra = dict(values) | ({"checkpoint_stall_s": stalls} if stalls else {})
 
     def interrupted(self, step: int, preempted: bool) -> None:
         """Say that the run stops early, and close everything; W&B learns if it is to go on elsewhere."""
