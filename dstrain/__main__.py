@@ -76,28 +76,34 @@ def import_gguf(
     typer.echo(f"{convert(find_gguf(source), output):,} parameters -> {output}")
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True})
 def doctor(
-    config: Annotated[Path | None, typer.Option(help="Recipe whose ops are meant, else the usual")] = None,
-    build_ops: Annotated[bool, typer.Option(help="Build the ops that are not ready")] = False,
+    context: typer.Context,
+    config: Annotated[
+        Path | None, typer.Option(help="Recipe; section.key=value overrides may follow")
+    ] = None,
+    hostfile: Annotated[Path | None, typer.Option(help="Hosts to check, `host slots=N` a line")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+    build_ops: Annotated[bool, typer.Option(help="Build the ops that are not ready, and no more")] = False,
+    ranks: Annotated[int | None, typer.Option(help="Ranks to start here; else one a GPU, or 2")] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(help="Group of checks to leave out; may be repeated")
+    ] = None,
 ) -> None:
-    """Show whether DeepSpeed's compiled ops are ready, and build them before ranks start."""
-    from dstrain import distributed, ops, request
+    """Check machine, recipe, hosts and ranks before a run, and say what to mend."""
+    import contextlib
+    import sys
 
-    distributed.prepare()  # quiets the libraries
-    usual = ("cpu_adam", *(ops.NVME if ops.has_libaio() else ()))
-    needed = request.load(config, dp_size=1, on_cpu=distributed.on_cpu()).ds.ops if config else usual
-    if distributed.on_cpu():
-        needed = (*ops.COLLECTIVES, *needed)
+    from dstrain import doctor as checks
+
     if build_ops:
-        ops.ready(needed)
-    states = {name: ops.state(ops.cache_dir() / name) for name in needed}
-    for name, state in states.items():
-        typer.echo(f"{name:<20} {state}")
-    if not config and not ops.has_libaio():
-        typer.echo("async_io             left out: offload to NVMe files needs the package libaio-dev")
-    if any(state != "ready" for state in states.values()):
-        raise UserError(f"not all ops are ready in {ops.cache_dir()}; add --build-ops")
+        for name, state in checks.build_ops(config, context.args).items():
+            typer.echo(f"{name:<20} {state}")
+        return
+    with contextlib.redirect_stdout(sys.stderr):  # whatever libraries print
+        report = checks.examine(config, context.args, hostfile, ranks, skip or ())
+    typer.echo(json.dumps(report.json(), indent=2) if as_json else report.text())
+    raise SystemExit(report.status)
 
 
 @app.command()

@@ -10,7 +10,7 @@ from dstrain.data.prepare import SourceSpec, prepare
 
 __all__ = ["Loader", "Sequences", "build", "describe", "eval_batches"]
 
-_COLUMNS = {
+COLUMNS = {
     "text": ("text_column",),
     "messages": ("messages_column",),
     "prompt_completion": ("prompt_column", "completion_column"),
@@ -39,7 +39,7 @@ def build(
             subset=source["subset"],
             split=source["split"],
             encoding=Encoding(
-                source["format"], tuple(source[name] for name in _COLUMNS[source["format"]]), empty_rows
+                source["format"], tuple(source[name] for name in COLUMNS[source["format"]]), empty_rows
             ),
             weight=source["weight"],
         )
