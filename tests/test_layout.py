@@ -42,6 +42,10 @@ ALLOWED = {
     # What train.py and the commands have in common, and what launches train.py.
     "request": {"config", "ds_config", "errors", "model", "run_folder"},
     "convert": {"checkpoint", "errors", "export", "request", "weights"},
+    "doctor": {
+        *("checkpoint", "config", "data", "distributed", "doctor", "ds_config", "errors", "model", "observe"),
+        *("ops", "request", "run_folder"),
+    },
     "parity": {"errors", "data", "distributed", "model", "request", "parity"},
 }
 

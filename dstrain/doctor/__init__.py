@@ -138,9 +138,11 @@ def one_host(
 
         load_recipe(config, overrides)
     start = [*guarded("python", machine.python), *guarded("packages", machine.packages)]
-    imported = guarded("libraries", machine.libraries, 180)
-    usable = imported[0].state == "ok"
-    on_cpu, facts = True, _facts(config)
+    # Importing them takes seconds, and only these two look at them.
+    imported = guarded("libraries", machine.libraries, 180) if {"machine", "recipe"} - set(skip) else []
+    usable = bool(imported) and imported[0].state == "ok"
+    facts = _facts(config)
+    on_cpu = not facts["gpus"] or os.environ.get("DS_ACCELERATOR") == "cpu"
     if usable:
         from dstrain import distributed
 
@@ -184,7 +186,7 @@ def _machine(
     has_ib = any(port["state"] == "ACTIVE" for port in facts["infiniband"])
     pins = "InfiniBand pins what it sends" if has_ib else None
     pins = "offload to NVMe pins its buffers" if needs.nvme_paths else pins
-    why = "weights, gradients and optimizer of the ranks here"
+    why = "model states of the ranks here"
     checks += guarded("processor", lambda: machine.processor(count, on_cpu))
     checks += guarded("host memory", lambda: machine.host_memory(needs.host_bytes or None, why))
     checks += guarded("/dev/shm", lambda: machine.shared_memory(count, on_cpu))

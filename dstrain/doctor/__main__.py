@@ -11,7 +11,7 @@ from dstrain.errors import UserError
 
 
 def main() -> None:
-    """Run the checks that standard input's owner asked for. A recipe that cannot be read here is a failure."""
+    """Run the checks that the JSON asks for. A recipe that cannot be read here is a failure."""
     asked = json.loads(sys.argv[1])
     config = Path(asked["config"]) if asked["config"] else None
     facts = None

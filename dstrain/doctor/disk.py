@@ -23,7 +23,7 @@ _IN_MEMORY = {"tmpfs", "ramfs"}
 
 @dataclass(frozen=True)
 class Speed:
-    """What a file's disk gives, in bytes/s. direct: past the page cache (O_DIRECT), else flushed with fsync."""
+    """What a disk gives, in bytes/s. direct: past the page cache (O_DIRECT), else flushed by fsync."""
 
     write: float
     read: float
@@ -44,6 +44,10 @@ def file_system(path: Path) -> str:
     return kind
 
 
+def _short(path: Path) -> str:
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
 def space(name: str, path: Path, key: str, needed_bytes: float | None = None, why: str = "") -> Check:
     """Check that a folder, or the first parent that exists, can be written and has room.
 
@@ -54,10 +58,10 @@ def space(name: str, path: Path, key: str, needed_bytes: float | None = None, wh
         return failure(name, f"{path}: {place} is no folder that can be written to", f"choose another {key}")
     usage = psutil.disk_usage(str(place))
     kind = file_system(place)
-    seen = f"{path}: {usage.free / _GIB:.0f} of {usage.total / _GIB:.0f} GiB free ({kind})"
+    seen = f"{_short(path)}: {usage.free / _GIB:.0f} of {usage.total / _GIB:.0f} GiB free ({kind})"
     remedy = f"make room, or choose another {key}"
     if needed_bytes is not None:
-        seen += f"; {why} takes {needed_bytes / _GIB:.2f} GiB"
+        seen += f"; {why} take {needed_bytes / _GIB:.2f} GiB"
     if usage.free < max(_LEAST_BYTES, needed_bytes or 0):
         return failure(name, seen, remedy)
     if usage.free < _LOW_BYTES:
@@ -68,7 +72,7 @@ def space(name: str, path: Path, key: str, needed_bytes: float | None = None, wh
 
 
 def measure(folder: Path, size: int = _PROBE_BYTES, limit_s: float = _PROBE_S) -> Speed:
-    """Write and read a file in a folder, past the page cache, and remove it. Raises OSError as the system does.
+    """Write and read a file in a folder, past the page cache, and remove it. Raises OSError.
 
     Each direction ends after `limit_s` seconds, with the part that was done.
     """

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: driver, CUDA, memory, compute capability, and how they are joined. Reads nvidia-smi and torch."""
+"""NVIDIA GPUs by nvidia-smi and torch: driver, memory, compute capability, and how they are joined."""
 
 import os
 import re
@@ -154,7 +154,7 @@ def driver(gpus: Sequence[Gpu], cuda: str | None, torch_says: Mapping[str, Any],
     checks = [ok("GPU driver", f"{seen}, {torch_says['count']} of {len(gpus)} GPUs in use")]
     for gpu in gpus:
         if not _has_kernels(gpu.capability, torch_says["archs"]):
-            seen = f"GPU {gpu.index} ({gpu.name}) has compute capability {gpu.capability}, for which torch has no code"
+            seen = f"GPU {gpu.index} ({gpu.name}): torch has no code for compute capability {gpu.capability}"
             checks.append(failure("GPU driver", seen, "use another GPU, or a torch built for this one"))
             break
     return checks
@@ -263,7 +263,7 @@ def topology(joined: Mapping[str, str], count: int) -> list[Check]:
     )
     nvlink = [kind for kind in kinds if kind.startswith("NV")]
     if nvlink and len(nvlink) < len(kinds):
-        remedy = "not all pairs have NVLink: pick GPUs that do with CUDA_VISIBLE_DEVICES, as nvidia-smi topo -m shows"
+        remedy = "pick GPUs that share NVLink with CUDA_VISIBLE_DEVICES (nvidia-smi topo -m)"
         return [warning("topology", f"pairs of GPUs: {counted}", remedy)]
     return [ok("topology", f"pairs of GPUs: {counted}")]
 

@@ -23,8 +23,8 @@ _CONNECT_S = 10
 _EXAMINE_S = 300.0
 _AT_ONCE = 32
 
-# What ranks on other hosts get of this environment, as the deepspeed launcher gives it. No secrets: the values
-# stand in a command line. _SOCKET_IFNAME and the like name the same interfaces everywhere.
+# What processes on other hosts get of this environment, much as the deepspeed launcher gives it. No secrets:
+# the values stand in a command line.
 _FORWARDED = re.compile(
     r"(NCCL_|GLOO_|TP_|UCX_|TORCH_NCCL_|PYTHON)\w+|HF_HOME|HF_HUB_OFFLINE|HF_HUB_CACHE|HF_DATASETS_CACHE|"
     r"TRANSFORMERS_OFFLINE|DS_ACCELERATOR|DSTRAIN_CACHE|TORCH_EXTENSIONS_DIR|WANDB_MODE|WANDB_BASE_URL|"
@@ -34,7 +34,7 @@ _FORWARDED = re.compile(
 
 @dataclass
 class Host:
-    """A line of a hostfile, and what was found there. facts: see `machine_facts`; None if it was not reached."""
+    """A line of a hostfile, and what was found there. facts: None if it was not reached."""
 
     name: str
     slots: int
@@ -95,7 +95,7 @@ def forwarded() -> dict[str, str]:
 
 
 def on_host(host: str, command: Sequence[str], limit_s: float) -> tuple[int | None, str, str]:
-    """Run a command on a host, in this folder there. Returns status (None: past the limit), stdout, stderr."""
+    """Run a command on a host, in this folder. Returns status (None: past the limit), stdout, stderr."""
     variables = [f"{name}={value}" for name, value in forwarded().items()]
     line = f"cd {shlex.quote(os.getcwd())} && {shlex.join(['env', *variables, *command])}"
     process = subprocess.Popen(
@@ -248,7 +248,7 @@ def _without_own_name(check: Check) -> Check:
 
 
 def first_address(host: Host) -> str:
-    """Return the address at which the other hosts meet the first one: the hostfile's if it is one, else its first."""
+    """Return the address of the first host at which all meet: the hostfile's if it is one, else its first."""
     assert host.facts is not None
     if given := os.environ.get("MASTER_ADDR"):
         return given

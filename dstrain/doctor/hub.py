@@ -22,7 +22,7 @@ class State:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a model's name is one of the Hub's, as `load_recipe` leaves it: local paths are absolute then."""
+    """Whether a name is one of the Hub's; `load_recipe` makes those of local folders absolute."""
     return not Path(name).is_absolute() and not Path(name).exists()
 
 

@@ -17,7 +17,7 @@ HOP_S = {"nvlink": 50e-6, "pcie": 100e-6, "infiniband": 50e-6, "ethernet": 1e-3}
 
 @dataclass(frozen=True)
 class Link:
-    """The slowest link that a sum over all ranks crosses. bytes_s: one direction; None where none is known."""
+    """The slowest link that a sum over all ranks crosses. bytes_s: one direction, None if not known."""
 
     kind: str  # loopback, nvlink, pcie, infiniband, ethernet
     words: str
@@ -34,7 +34,7 @@ def between(
     interfaces: the one of each host that leads to the first. tcp_only: NCCL is told to leave InfiniBand.
     """
     if len(hosts) == 1:
-        return _inside(hosts[0]) if on_gpu else Link("loopback", "shared memory and loopback of one host")
+        return _inside(hosts[0]) if on_gpu else Link("loopback", "one host, through its memory")
     if on_gpu and not tcp_only:
         rates = [_infiniband(host) for host in hosts]
         if all(rates):

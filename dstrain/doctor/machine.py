@@ -85,7 +85,8 @@ def libraries() -> list[Check]:
     """Import what training imports: a library that the system lacks shows here."""
     from dstrain import distributed
 
-    checks = [ok("libraries", f"{distributed.versions()} import well")]
+    names = distributed.versions().partition(", ")[2]  # Python has a line of its own
+    checks = [ok("libraries", f"{names} import well")]
     try:
         distributed.prepare()  # quiets them
     except UserError as error:  # a launcher's variables that contradict each other

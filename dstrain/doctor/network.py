@@ -54,7 +54,7 @@ def interfaces(sys_net: Path = Path("/sys/class/net")) -> list[Interface]:
 
 
 def link_mbps(folder: Path) -> int | None:
-    """Return an interface's rate from its folder in /sys/class/net, or None: -1 or EINVAL mean that it has none.
+    """Return an interface's rate from its folder in /sys/class/net; where that says -1 or EINVAL, None.
 
     A veth pair claims 10,000 without being limited by it, so virtual interfaces have no rate here.
     """

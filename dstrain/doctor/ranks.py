@@ -213,7 +213,7 @@ def judge(
 
 
 def _what_is_missing(ranks: Sequence[Rank]) -> Check:
-    """Name the rank that is to blame: one that died, else one that did not come, else those that are silent."""
+    """Name the rank that is to blame: one that died, did not come, or says nothing."""
     look = "look at that host and its network; run the doctor there alone"
     for rank in ranks:
         if rank.status and rank.result is None and not rank.error and not rank.missing:
@@ -242,10 +242,10 @@ def _what_is_missing(ranks: Sequence[Rank]) -> Check:
 
 
 def _latency(seconds: float, link: links.Link, size: int, backend: str) -> Check:
-    seen = f"{seconds * 1e6:,.0f} us for {_SMALL_BYTES >> 10} KiB over {size} ranks ({backend}, {link.words})"
+    seen = f"{seconds * 1e6:,.0f} us for {_SMALL_BYTES >> 10} KiB, {size} ranks ({backend}; {link.words})"
     limit = links.least_latency_limit_s(link, size)
     if limit is None:
-        return ok("all-reduce latency", f"{seen}; there it has no expected value")
+        return ok("all-reduce latency", f"{seen}, no limit known")
     if seconds > limit:
         remedy = "look for another route or load on the network (ping), and at the *_SOCKET_IFNAME variables"
         return warning("all-reduce latency", f"{seen}; expected below {limit * 1e6:,.0f} us", remedy)
@@ -255,9 +255,9 @@ def _latency(seconds: float, link: links.Link, size: int, backend: str) -> Check
 def _bandwidth(seconds: float, link: links.Link, size: int, backend: str) -> Check:
     size_bytes = _LARGE_BYTES[backend]
     algorithm, bus = links.bus_bandwidth(size_bytes, seconds, size)
-    seen = f"{bus / 1e9:.2f} GB/s bus, {algorithm / 1e9:.2f} GB/s algorithm, {size_bytes >> 20} MiB ({link.words})"
+    seen = f"{bus / 1e9:.2f} GB/s bus, {algorithm / 1e9:.2f} algorithm, {size_bytes >> 20} MiB ({link.words})"
     if link.bytes_s is None:
-        return ok("all-reduce bandwidth", f"{seen}; there it has no expected value")
+        return ok("all-reduce bandwidth", f"{seen}, no rate known")
     least = link.share * link.bytes_s
     if bus < least:
         remedy = (

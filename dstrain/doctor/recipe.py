@@ -1,4 +1,4 @@
-"""What a recipe asks of a host: JSON, tokenizer, model, data and output folder, without loading weights."""
+"""What a recipe asks of a host: JSON, tokenizer, model, data, output folder. No weights are loaded."""
 
 import importlib.util
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.doctor import hub
-from dstrain.doctor.check import Check, failure, guarded, ok
+from dstrain.doctor.check import Check, failure, guarded, ok, warning
 from dstrain.errors import UserError
 
 _GIB = 2**30
@@ -16,7 +16,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Needs:
-    """What follows from a recipe for the checks of the machine. Sizes in bytes; None where they are not known."""
+    """What follows from a recipe for the checks of the machine. Sizes in bytes; None if not known."""
 
     precision: str | None = None
     ops: tuple[str, ...] = ()
@@ -59,15 +59,14 @@ def examine(file: Path, overrides: Sequence[str], ranks: int, local_ranks: int) 
     broken = any(check.state == "failure" and check.name in ("tokenizer", "model") for check in checks)
 
     def whole() -> Check:
-        check, needs = _resolved(file, overrides, ranks, local_ranks, base)
+        if broken:
+            check, needs = _unresolved(file, overrides, base)
+        else:
+            check, needs = _resolved(file, overrides, ranks, local_ranks, base)
         found.append(needs)
         return check
 
-    if broken:
-        what = "not checked against the recipe: it takes the tokenizer and the model's config"
-        checks.insert(0, failure("DeepSpeed JSON", what, "mend those first"))
-    else:
-        checks = [*guarded("DeepSpeed JSON", whole, 120), *checks]
+    checks = [*guarded("DeepSpeed JSON", whole, 120), *checks]
     needs = found[0] if found else Needs(**base)
     if needs.options is not None:
         checks += guarded("output folder", lambda: output(base["output_dir"], needs.options or {}), 60)
@@ -100,6 +99,24 @@ def _resolved(
     batch = f"{ds.micro} micro x {ds.gas} gas x {run.dp_size} dp = {ds.global_batch} sequences a step"
     seen = f"{run.ds_file.name}: ZeRO {ds.zero_stage}, {ds.precision}; {batch}; {parameters:,} parameters"
     return ok("DeepSpeed JSON", seen), needs
+
+
+def _unresolved(file: Path, overrides: Sequence[str], base: Mapping[str, Any]) -> tuple[Check, Needs]:
+    """Find and read the JSON alone, where tokenizer or model config lack to fill it."""
+    from dstrain import config, ds_config, request
+
+    recipe, ds_overrides = config.load_recipe(file, overrides)
+    folder = config.recipe_file(file).resolve().parent
+    where = {"recipe_dir": folder, "library_dir": request.LIBRARY}
+    ds_file, ds_json = ds_config.choose(recipe.deepspeed, None, None, None, ds_overrides, **where)
+    ds_config.check_keys(ds_json, str(ds_file))
+    blocks = [
+        (ds_json.get("zero_optimization") or {}).get(f"offload_{what}") for what in ("param", "optimizer")
+    ]
+    paths = [block["nvme_path"] for block in blocks if block and block.get("device") == "nvme"]
+    needs = Needs(**base, nvme_paths=tuple(dict.fromkeys(paths)))
+    seen = f"{ds_file.name}: read, but not filled, which takes tokenizer and model"
+    return warning("DeepSpeed JSON", seen, "mend tokenizer and model first"), needs
 
 
 def count_parameters(model_config: Any) -> int:
@@ -142,6 +159,8 @@ def tokenizer(own: Mapping[str, Any]) -> Check:
         state = hub.model(name, revision, ("tokenizer.json",))
         if state.problem or not state.cached:
             return _of_hub("tokenizer", state, "model.tokenizer_name_or_path")
+    if name and Path(name).is_absolute() and not Path(name).exists():
+        return failure("tokenizer", f"{name}: no such folder", "correct model.tokenizer_name_or_path")
     from dstrain import model as models
 
     origin = models.Origin(own["model_name_or_path"], own["revision"], own["trust_remote_code"])
@@ -205,11 +224,15 @@ def weight_files(folder: Path) -> Check:
 
 
 def data(source: Mapping[str, Any], key: str) -> Check:
-    """Check that a source's files can be read and that the first row has its columns, or that the Hub has it."""
+    """Check that a source's files can be read and the first row has its columns, or that the Hub has it."""
     from dstrain.data import COLUMNS
     from dstrain.data.sources import find_files, read_rows
 
-    files = find_files(source["path"])  # UserError for a local path that holds nothing
+    try:
+        files = find_files(source["path"])
+        first = next(iter(read_rows(files[0])), None) if files else None
+    except UserError as error:
+        return failure("data", str(error), f"correct {key}, or the file")
     if files is None:
         return _of_hub("data", hub.dataset(source["path"]), f"{key}.path")
     unreadable = [file for file in files if not os.access(file, os.R_OK)]
@@ -217,7 +240,6 @@ def data(source: Mapping[str, Any], key: str) -> Check:
         return failure("data", f"{unreadable[0]}: no right to read it", f"chmod a+r {unreadable[0]}")
     size = sum(file.stat().st_size for file in files)
     shown = _short(source["path"])
-    first = next(iter(read_rows(files[0])), None)
     if first is None:
         return failure("data", f"{files[0]}: empty", f"name another file in {key}")
     wanted = [source[column] for column in COLUMNS[source["format"]]]
@@ -228,7 +250,7 @@ def data(source: Mapping[str, Any], key: str) -> Check:
         column = COLUMNS[source["format"]][wanted.index(absent[0])]
         return failure("data", seen, f"set {column} of the source in {key}, or its format")
     count = f"{len(files)} files, " if len(files) > 1 else ""
-    return ok("data", f"{shown}: {count}{size / 2**20:,.1f} MiB, {', '.join(wanted)} in the first row")
+    return ok("data", f"{shown}: {count}{size / 2**20:,.1f} MiB, first row has {', '.join(wanted)}")
 
 
 def output(folder: Path, options: Mapping[str, Any]) -> Check:
