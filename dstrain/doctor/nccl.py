@@ -233,7 +233,7 @@ def socket_interfaces(
         remedy = f"export {key}={outward}, or unset it"
         listed = 1 if key.startswith("NCCL") else len(value.split(","))  # gloo needs each that it is given
         if len(chosen) < listed:
-            guess = nearest(value.strip("^="), [one.name for one in found])
+            guess = nearest(value.strip("^="), [one.name for one in usable])
             checks.append(failure(key, f"{shown}: no such interface{guess}; there are: {names}", remedy))
         elif not any(one.is_up and one.addresses for one in chosen):
             dead = ", ".join(one.name for one in chosen)
