@@ -96,17 +96,16 @@ def test_two_launches_at_once_on_an_empty_cache(tmp_path):
 def test_doctor_builds_what_a_recipe_needs(tmp_path, monkeypatch):
     recipe = tiny_recipe(tmp_path, deepspeed="zero1_fp32.json")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
-    empty = command("doctor", "--config", str(recipe))
-    assert empty.returncode == 2
-    assert empty.stdout.split() == ["deepspeed_shm_comm", "missing"]
-    assert empty.stderr == f"error: not all ops are ready in {tmp_path / 'ops'}; add --build-ops\n"
+    empty = command("doctor", "--config", str(recipe), "--skip", "ranks")
+    assert re.search(r"(?m)^warning +ops +deepspeed_shm_comm: missing$", empty.stdout)
+    assert f"python -m dstrain doctor --build-ops --config {recipe}" in " ".join(empty.stdout.split())
     built = command("doctor", "--build-ops", "--config", str(recipe))
     assert built.returncode == 0, built.stderr
     assert re.search("deepspeed_shm_comm +ready", built.stdout)
     assert {path.name for path in (tmp_path / "ops").iterdir() if path.is_dir()} == {"deepspeed_shm_comm"}
     offload = tiny_recipe(tmp_path, deepspeed="zero3_nvme.json")
-    shown = command("doctor", "--config", str(offload)).stdout
-    assert [line.split()[0] for line in shown.splitlines()] == [
+    shown = command("doctor", "--config", str(offload), "--skip", "ranks").stdout
+    assert re.findall(r"(?m)^\w+ +ops +(\w+)", shown) == [
         "deepspeed_shm_comm",
         "cpu_adam",
         "pin_memory",
