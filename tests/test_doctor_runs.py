@@ -90,7 +90,7 @@ def test_doctor_of_the_quickstart():
 
 def test_doctor_of_what_is_wrong(tmp_path):
     recipe = tiny_recipe(tmp_path, deepspeed="zero3_nvme.json")
-    wrong = {"MASTER_ADDR": "[::1]", "MASTER_PORT": "70000", "GLOO_SOCKET_IFNAME": "none0"}
+    wrong = {"MASTER_ADDR": "::1::2", "MASTER_PORT": "70000", "GLOO_SOCKET_IFNAME": "none0"}
     done = doctor(
         *("--json", "--skip", "ranks", "--config", recipe),
         *("data.train=none.jsonl", "logging.report_to=wandb"),

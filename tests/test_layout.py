@@ -48,8 +48,8 @@ ALLOWED = {
     "request": {"config", "ds_config", "errors", "model", "run_folder"},
     "convert": {"checkpoint", "errors", "export", "request", "weights"},
     "doctor": {
-        *("checkpoint", "config", "data", "distributed", "doctor", "ds_config", "errors", "model", "observe"),
-        *("ops", "request", "run_folder"),
+        *("checkpoint", "config", "data", "distributed", "doctor", "ds_config", "errors", "fingerprint"),
+        *("model", "observe", "ops", "request", "run_folder"),
     },
     "parity": {"errors", "data", "distributed", "model", "request", "parity"},
 }

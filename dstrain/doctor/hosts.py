@@ -17,6 +17,7 @@ from typing import Any
 from dstrain.doctor import machine, network
 from dstrain.doctor.check import Check, failure, from_json, ok, on_hosts, summary, warning, worst
 from dstrain.errors import UserError
+from dstrain.fingerprint import fingerprint
 
 _REACH_S = 20.0
 _CONNECT_S = 10
@@ -160,30 +161,18 @@ def examine(hosts: Sequence[Host], request: Mapping[str, Any]) -> None:
         list(pool.map(one, hosts))
 
 
-def code_hash() -> str:
-    """Return a hash of all that trains: train.py, the library and the DeepSpeed JSONs."""
-    digest, root = hashlib.sha256(), machine.REPOSITORY
-    files = [
-        root / "train.py",
-        *sorted(root.glob("dstrain/**/*.py")),
-        *sorted(root.glob("ds_configs/*.json")),
-    ]
-    for file in files:
-        digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
-
-
 def identity(config: Path | None) -> dict[str, Any]:
-    """Return what must be the same on all hosts: versions, and hashes of the code and the recipe."""
+    """Return what must be the same on all hosts: versions, hashes of the code, and of recipe and JSONs."""
     tested = machine.pins((machine.REPOSITORY / "requirements.txt").read_text(encoding="utf-8"))
     recipe = None
     if config is not None:
         file = config / "recipe.yaml" if config.is_dir() else config
-        recipe = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        own = sorted(file.parent.glob("*.json")) + sorted(machine.REPOSITORY.glob("ds_configs/*.json"))
+        recipe = hashlib.sha256(b"\0".join(one.read_bytes() for one in (file, *own))).hexdigest()[:12]
     return {
         "python": ".".join(map(str, sys.version_info[:3])),
         "packages": machine.installed(list(tested)),
-        "code": code_hash(),
+        "code": fingerprint()["code"],
         "recipe": recipe,
     }
 
@@ -204,10 +193,13 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[tuple
         found.append(("; ".join(packages), "pip install -r requirements.txt there"))
     if there["code"] != here["code"]:
         remedy = "copy the repository there (rsync -a), or keep it on a shared file system"
-        found.append(("another version of train.py, dstrain/ or ds_configs/ than here", remedy))
+        found.append(("another version of train.py or dstrain/ than here", remedy))
     if there["recipe"] != here["recipe"]:
         found.append(
-            ("another recipe than here", "copy the recipe there, or keep it on a shared file system")
+            (
+                "another recipe or DeepSpeed JSON than here",
+                "copy the recipe there, or keep it on a shared file system",
+            )
         )
     return found
 

@@ -47,7 +47,7 @@ def between(
     if all(speeds):
         slowest = min(speed for speed in speeds if speed)
         return Link("ethernet", f"{names}, {slowest * 8 / 1e9:g} Gb/s", slowest, NETWORK_SHARE)
-    return Link("ethernet", f"{names}, whose rate the system does not know")
+    return Link("ethernet", f"{names}, of unknown rate")
 
 
 def _inside(host: Mapping[str, Any]) -> Link:

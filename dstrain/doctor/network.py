@@ -126,7 +126,8 @@ def master_address(environment: Mapping[str, str], found: Sequence[Interface], h
     if given != given.strip() or not given:
         return [failure(name, f"{given!r} is no address", unset)]
     if given.startswith("[") or given.endswith("]"):
-        return [failure(name, f"{given!r} has brackets", f"export MASTER_ADDR={given.strip('[]')}")]
+        remedy = f"export MASTER_ADDR={given.strip('[]')}"
+        return [warning(name, f"{given!r}: train.py drops the brackets, other programs do not", remedy)]
     if re.fullmatch(r"[^:]+:\d+", given):
         host, _, port = given.partition(":")
         return [failure(name, f"{given!r} has a port", f"export MASTER_ADDR={host} MASTER_PORT={port}")]

@@ -37,6 +37,7 @@ class Rank:
     at: str = "nothing yet"  # the last phase that it finished
     result: dict[str, Any] | None = None
     error: str | None = None
+    error_at: float = 0.0  # when it was heard; the first is the cause, the others follow from it
     missing: list[int] = field(default_factory=list)  # ranks that it waited for in vain
     last_words: str = ""
     status: int | None = None  # with which it ended by itself
@@ -143,7 +144,8 @@ def _follow(rank: Rank) -> list[threading.Thread]:
             said = json.loads(line.removeprefix(MARK))
             rank.at = said.get("at", rank.at)
             rank.result = said.get("result", rank.result)
-            rank.error = said.get("error", rank.error)
+            if "error" in said:
+                rank.error, rank.error_at = said["error"], time.monotonic()
             rank.missing = said.get("missing", rank.missing)
 
     def overhear() -> None:
@@ -222,7 +224,11 @@ def _what_is_missing(ranks: Sequence[Rank]) -> Check:
             return failure("barrier", f"{rank.name} died {how} after {rank.at!r}{reason}", look)
     absent = sorted({number for rank in ranks for number in rank.missing})
     if absent:
-        named = "; ".join(f"{ranks[n].name}, last seen at {ranks[n].at!r}" for n in absent[:5])
+        named = "; ".join(
+            f"{ranks[n].name}, last seen at {ranks[n].at!r}"
+            + (f": {ranks[n].error}" if ranks[n].error else "")
+            for n in absent[:5]
+        )
         return failure("barrier", f"did not come: {named}", look)
     silent = [rank for rank in ranks if not rank.error and rank.result is None]
     errors = [rank for rank in ranks if rank.error]
@@ -232,7 +238,7 @@ def _what_is_missing(ranks: Sequence[Rank]) -> Check:
         named = "; ".join(f"{r.name}, stuck after {r.at!r}" for r in silent if r.step == behind)
         return failure("barrier", f"{named} ({errors[0].name}: {(errors[0].error or '')[:160]})", look)
     if errors:
-        first = min(errors, key=lambda rank: rank.step)
+        first = min(errors, key=lambda rank: rank.error_at)
         return failure(
             "barrier", f"{first.name} failed after {first.at!r}: {(first.error or '')[:250]}", look
         )
@@ -245,7 +251,7 @@ def _latency(seconds: float, link: links.Link, size: int, backend: str) -> Check
     seen = f"{seconds * 1e6:,.0f} us for {_SMALL_BYTES >> 10} KiB, {size} ranks ({backend}; {link.words})"
     limit = links.least_latency_limit_s(link, size)
     if limit is None:
-        return ok("all-reduce latency", f"{seen}, no limit known")
+        return ok("all-reduce latency", f"{seen}; no limit applies")
     if seconds > limit:
         remedy = "look for another route or load on the network (ping), and at the *_SOCKET_IFNAME variables"
         return warning("all-reduce latency", f"{seen}; expected below {limit * 1e6:,.0f} us", remedy)
@@ -257,7 +263,7 @@ def _bandwidth(seconds: float, link: links.Link, size: int, backend: str) -> Che
     algorithm, bus = links.bus_bandwidth(size_bytes, seconds, size)
     seen = f"{bus / 1e9:.2f} GB/s bus, {algorithm / 1e9:.2f} algorithm, {size_bytes >> 20} MiB ({link.words})"
     if link.bytes_s is None:
-        return ok("all-reduce bandwidth", f"{seen}, no rate known")
+        return ok("all-reduce bandwidth", f"{seen}; nothing to compare it with")
     least = link.share * link.bytes_s
     if bus < least:
         remedy = (
