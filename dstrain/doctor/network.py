@@ -232,7 +232,7 @@ def launcher_variables(environment: Mapping[str, str]) -> list[Check]:
 def gloo_address(environment: Mapping[str, str], found: Sequence[Interface], hosts: int) -> list[Check]:
     """Check the address at which gloo (CPU ranks) tells the other hosts to reach this one.
 
-    It is that of the host's own name, which many systems give a loopback address.
+    It is that of the host's own name, unless train.py finds a better one: many systems give it loopback.
     """
     if hosts < 2 or environment.get("GLOO_SOCKET_IFNAME"):
         return []
@@ -245,7 +245,11 @@ def gloo_address(environment: Mapping[str, str], found: Sequence[Interface], hos
     if any(not ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses):
         return [ok("gloo address", f"{own} = {addresses[0]}")]
     what = "is loopback" if addresses else "cannot be resolved"
-    remedy = f"export GLOO_SOCKET_IFNAME={outward[0] if outward else 'INTERFACE'}, or mend /etc/hosts"
+    if outward:
+        return [
+            ok("gloo address", f"{own} {what}: train.py takes the interface that leads to the first rank")
+        ]
+    remedy = "export GLOO_SOCKET_IFNAME=INTERFACE, one that other hosts reach, or mend /etc/hosts"
     return [warning("gloo address", f"{own} {what}: CPU ranks of other hosts cannot reach it", remedy)]
 
 
