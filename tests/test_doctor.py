@@ -313,7 +313,8 @@ def test_facts_come_from_the_real_program(tmp_path, monkeypatch):
 
 def test_driver():
     says = {"cuda": "12.8", "available": True, "why": "", "count": 1, "archs": ["sm_80", "sm_90"]}
-    assert state(gpu.driver([], None, says, False)) == "ok"
+    assert only(gpu.driver([], None, says, False)).seen.startswith("torch finds 1 GPUs")
+    assert "runs on the CPU" in only(gpu.driver([], None, says | {"available": False}, False)).seen
     assert state(gpu.driver([], None, says, True)) == "failure"
     assert state(gpu.driver(gpus(), "12.8", says, False)) == "ok"
     cpu_build = only(gpu.driver(gpus(), "12.8", says | {"cuda": None}, False))
@@ -328,6 +329,13 @@ def test_driver():
     assert gpu._has_kernels(8.6, ["sm_80"])
     assert gpu._has_kernels(12.0, ["compute_90"])
     assert not gpu._has_kernels(10.0, ["sm_90"])
+
+
+def test_how_many_gpus_ranks_find():
+    assert gpu.usable(gpus(4), {}) == 4
+    assert gpu.usable(gpus(4), {"CUDA_VISIBLE_DEVICES": "1,3"}) == 2
+    assert gpu.usable(gpus(4), {"DS_ACCELERATOR": "cpu"}) == 0
+    assert gpu.usable([], {}) == 0
 
 
 def test_gpu_memory_and_what_is_hidden():
@@ -1132,7 +1140,7 @@ def test_where_hosts_meet(monkeypatch):
 
 def test_report_of_hosts():
     identity = {"python": "3.11.2", "packages": {"torch": "1"}, "code": "c", "recipe": None}
-    facts = {"identity": identity, "gpus": [vars(one) for one in gpus(2)]}
+    facts = {"identity": identity, "gpus": [vars(one) for one in gpus(2)], "devices": 2}
     good = [hosts.Host(f"n{i}", 2, [ok("x", "y")], facts) for i in (1, 2)]
     lines = hosts.report(good, identity)
     assert [(one.name, one.state, one.hosts) for one in lines] == [

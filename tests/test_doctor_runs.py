@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from running import QUICKSTART, REPOSITORY, tiny_recipe
 
-from dstrain.doctor import network, ranks
+from dstrain.doctor import hosts, network, ranks
 
 pytestmark = pytest.mark.slow
 
@@ -169,9 +169,21 @@ def test_hosts_that_are_unreachable_or_differ(tmp_path, ssh):
             "same versions",
             "old",
         ): f"psutil 1.0, here {report['facts']['one']['identity']['packages']['psutil']}",
-        ("barrier",): "no ranks were started: not every host was reached",
+        ("barrier",): "no ranks were started: not every host can be used",
     }
     assert report["facts"]["dead"] is None
+
+
+def test_a_host_that_never_answers(tmp_path, monkeypatch):
+    program = tmp_path / "ssh"
+    program.write_text("#!/bin/bash\nsleep 300 & wait\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(hosts, "_REACH_S", 1.0)
+    listed = [hosts.Host("far", 1)]
+    hosts.examine(listed, {})
+    assert listed[0].facts is None
+    assert listed[0].checks[0].seen == "far: no answer within 1 s"
 
 
 def started(tmp_path, fault, **how):

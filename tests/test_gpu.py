@@ -4,6 +4,8 @@ import pytest
 import torch
 from running import launch, losses, metrics, tiny_recipe
 
+from dstrain import doctor
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
@@ -57,3 +59,15 @@ def test_fp16_skips_a_step_lowers_its_scale_and_keeps_the_schedule(tmp_path):
     assert rates == pytest.approx([1e-2 * (1 - step / 11) for step in range(12)], abs=1e-9)
     found = losses(tmp_path / "run")
     assert found[-1] < found[0]
+
+
+def test_doctor_of_a_gpu(tmp_path):
+    devices = torch.cuda.device_count()
+    report = doctor.examine(tiny_recipe(tmp_path, deepspeed="zero2.json"), [], None, devices, ["network"])
+    assert report.status == 0, report.text()
+    seen = {check.name: check.seen for check in report.checks}
+    assert f"{devices} of {devices} GPUs in use" in seen["GPU driver"]
+    assert "bf16 asked for" in seen["precision"]
+    assert "model states alone take" in seen["GPU memory"] or "in use by others" in seen["GPU memory"]
+    if devices > 1:
+        assert "nccl" in seen["all-reduce latency"]

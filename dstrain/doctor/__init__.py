@@ -66,7 +66,7 @@ def examine(
             return _several_hosts(listed, config, overrides, skip)
         count = listed[0].slots  # the deepspeed launcher starts these here, without ssh
     if count is None:
-        count = len(gpu.facts()["gpus"]) or 2
+        count = gpu.usable([gpu.Gpu(**one) for one in _gpu_facts()["gpus"]]) or 2
     if count < 1:
         raise UserError(f"command line: --ranks {count}: at least 1")
     checks, facts = one_host(config, overrides, ranks=count, world=count, hosts=1, skip=skip)
@@ -85,9 +85,9 @@ def examine(
 def _local_ranks(count: int, facts: dict[str, Any], on_gpu: bool) -> list[Check]:
     if count == 1:
         return [ok("barrier", "one rank: there is nobody to wait for")]
-    if on_gpu and count > len(facts["gpus"]):
+    if on_gpu and count > facts["devices"]:
         return [
-            failure("barrier", f"{count} ranks on {len(facts['gpus'])} GPUs", "lower --ranks, or the slots")
+            failure("barrier", f"{count} ranks on {facts['devices']} GPUs", "lower --ranks, or the slots")
         ]
     ended = ranks.run([ranks.Place("", count)], "127.0.0.1", network.free_port(), on_gpu=on_gpu)
     return ranks.judge(ended, [facts], on_gpu=on_gpu, tcp_only=False)
@@ -110,7 +110,7 @@ def _several_hosts(
         return Report(checks, facts)
     if len(known) < len(listed):
         checks.append(
-            failure("barrier", "no ranks were started: not every host was reached", "mend those first")
+            failure("barrier", "no ranks were started: not every host can be used", "mend those first")
         )
         return Report(checks, facts)
 
@@ -142,11 +142,13 @@ def one_host(
     imported = guarded("libraries", machine.libraries, 180) if {"machine", "recipe"} - set(skip) else []
     usable = bool(imported) and imported[0].state == "ok"
     facts = _facts(config)
-    on_cpu = not facts["gpus"] or os.environ.get("DS_ACCELERATOR") == "cpu"
+    facts["devices"] = gpu.usable([gpu.Gpu(**one) for one in facts["gpus"]])
+    on_cpu = not facts["devices"]
     if usable:
         from dstrain import distributed
 
         on_cpu = distributed.on_cpu()
+        facts["devices"] = facts["devices"] or (0 if on_cpu else gpu.torch_facts()["count"])
     facts["on_cpu"] = on_cpu
     of_recipe, needs = [], recipe.Needs()
     if config is not None and usable and "recipe" not in skip:
@@ -162,12 +164,17 @@ def one_host(
     return [check for name, group in groups.items() if name not in skip for check in group()], facts
 
 
+def _gpu_facts() -> dict[str, Any]:
+    """Return the facts of the GPUs; none where nvidia-smi fails or hangs, which a check of its own says."""
+    facts: dict[str, Any] = {"gpus": [], "joined": {}, "nvlink_bytes_s": []}
+    guarded("facts", lambda: facts.update(gpu.facts()) or [])
+    return facts
+
+
 def _facts(config: Path | None) -> dict[str, Any]:
     """Return what other parts and hosts want to know of this one, as plain values."""
     found = network.interfaces()
-    facts: dict[str, Any] = {"gpus": [], "joined": {}, "nvlink_bytes_s": []}
-    guarded("facts", lambda: facts.update(gpu.facts()) or [])
-    return facts | {
+    return _gpu_facts() | {
         "identity": hosts.identity(config),
         "interfaces": network.facts(found),
         "infiniband": network.infiniband_ports(),

@@ -139,6 +139,10 @@ def driver(gpus: Sequence[Gpu], cuda: str | None, torch_says: Mapping[str, Any],
             "load or install the driver (nvidia-smi names the fault); in a container: docker run --gpus all"
         )
         return [failure("GPU driver", "nvidia-smi is there but finds no working driver", remedy)]
+    if not gpus and torch_says["available"]:
+        return [
+            ok("GPU driver", f"torch finds {torch_says['count']} GPUs; without nvidia-smi no more is known")
+        ]
     if not gpus:
         return [ok("GPU driver", "no NVIDIA GPU: training runs on the CPU")]
     seen = (
@@ -176,6 +180,14 @@ def _has_kernels(capability: float, archs: Sequence[str]) -> bool:
         ):
             return True
     return not archs
+
+
+def usable(gpus: Sequence[Gpu], environment: Mapping[str, str] = os.environ) -> int:
+    """Return how many of the devices ranks will find: none under DS_ACCELERATOR=cpu."""
+    if environment.get("DS_ACCELERATOR") == "cpu":
+        return 0
+    listed = environment.get("CUDA_VISIBLE_DEVICES")
+    return len(gpus) if listed is None else min(len(gpus), len([p for p in listed.split(",") if p.strip()]))
 
 
 def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Check]:

@@ -216,9 +216,10 @@ def report(hosts: Sequence[Host], here: Mapping[str, Any]) -> list[Check]:
         # The parts that have something to say do so in lines of their own.
         state = "reached" if worst(host.checks) == "ok" else "reached, see below"
         good.append((host.name, ok("hosts", f"{state}: {what}, slots={host.slots}, {summary(host.checks)}")))
-        if gpus and host.slots > len(gpus):
-            seen = f"slots={host.slots}, but {len(gpus)} GPUs"
-            wrong.append((host.name, failure("hosts", seen, f"write slots={len(gpus)} into the hostfile")))
+        devices = host.facts["devices"]
+        if devices and host.slots > devices:
+            seen = f"slots={host.slots}, but {devices} GPUs"
+            wrong.append((host.name, failure("hosts", seen, f"write slots={devices} into the hostfile")))
         differs = [failure("same versions", *one) for one in differences(here, host.facts["identity"])]
         wrong += [(host.name, check) for check in differs]
         wrong += [(host.name, check) for check in host.checks if check.state != "ok"]
