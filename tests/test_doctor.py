@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -17,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 from filelock import FileLock
-from running import QUICKSTART, tiny_recipe
+from running import QUICKSTART, REPOSITORY, tiny_recipe
 
 from dstrain import doctor, ops
 from dstrain.doctor import (
@@ -109,7 +110,7 @@ def test_python_versions():
     assert state(machine.python((3, 10, 9))) == "failure"
 
 
-def test_packages_against_the_pins(tmp_path):
+def test_packages_against_the_pins(tmp_path, monkeypatch):
     file = tmp_path / "requirements.txt"
     installed = machine.installed(["pydantic"])["pydantic"]
     file.write_text(f"# the set\npydantic=={installed}  # the schema\n")
@@ -123,7 +124,8 @@ def test_packages_against_the_pins(tmp_path):
     assert only(machine.packages(file)).seen == "missing: none-such-package"
     assert state(machine.packages(file)) == "failure"
     # The build that an index has for this machine is the tested one.
-    file.write_text(f"torch=={machine.installed(['torch'])['torch']}\n")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0+cu128")
+    file.write_text("torch==2.13.0\n")
     assert state(machine.packages(file)) == "ok"
 
 
@@ -895,7 +897,8 @@ def test_hub_names_offline_and_in_the_cache(tmp_path, monkeypatch):
     folder = tmp_path / "models--owner--name"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("abc")
-    save_weights(folder / "snapshots" / "abc") if (folder / "snapshots").mkdir() is None else None
+    (folder / "snapshots").mkdir()
+    save_weights(folder / "snapshots" / "abc")
     import huggingface_hub
 
     find = huggingface_hub.try_to_load_from_cache
@@ -907,6 +910,12 @@ def test_hub_names_offline_and_in_the_cache(tmp_path, monkeypatch):
     assert recipe.model(asked) == [ok("model", "owner/name: in the Hub cache, offline")]
     (folder / "snapshots" / "abc" / "model.safetensors").unlink()
     assert recipe.model(asked)[0].seen.startswith("weights of owner/name is not in the Hub cache")
+    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    (folder / "snapshots" / "abc" / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_weights(folder / "snapshots" / "abc", ("a.safetensors",))
+    assert recipe.model(asked)[0].state == "failure", "one of two"
+    save_weights(folder / "snapshots" / "abc", ("b.safetensors",))
+    assert recipe.model(asked)[0].state == "ok"
     assert hub.is_hub_name("owner/name")
     assert not hub.is_hub_name(str(tmp_path))
 
@@ -1199,3 +1208,15 @@ def test_a_process_in_the_way_is_ended():
     ranks._end(process)
     assert process.returncode == -signal.SIGKILL
     assert not psutil.pid_exists(process.pid)
+
+
+# ---- Documentation.
+
+
+def test_each_check_is_in_the_documentation():
+    page = (REPOSITORY / "docs" / "doctor.md").read_text()
+    documented = set(re.findall(r"(?m)^\| `([^`]+)` \|", page))
+    written = "".join(file.read_text() for file in sorted(Path(REPOSITORY, "dstrain", "doctor").glob("*.py")))
+    named = set(re.findall(r"\b(?:ok|warning|failure)\(\s*\"([^\"]+)\"", written))
+    named |= set(re.findall(r"guarded\(\s*\"([^\"]+)\"", written)) - {"facts"}
+    assert named <= documented, named - documented

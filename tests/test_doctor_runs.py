@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from running import QUICKSTART, REPOSITORY, tiny_recipe
@@ -230,12 +229,3 @@ def test_a_clock_that_is_off_is_named(tmp_path):
     assert re.match(r"rank 1 is (5,00|4,99)\d\.\d ms ahead of rank 0", found["clocks"].seen), found[
         "clocks"
     ].seen
-
-
-def test_each_check_is_in_the_documentation():
-    page = (REPOSITORY / "docs" / "doctor.md").read_text()
-    documented = set(re.findall(r"(?m)^\| `([^`]+)` \|", page))
-    written = "".join(file.read_text() for file in sorted(Path(REPOSITORY, "dstrain", "doctor").glob("*.py")))
-    named = set(re.findall(r"\b(?:ok|warning|failure)\(\s*\"([^\"]+)\"", written))
-    named |= set(re.findall(r"guarded\(\s*\"([^\"]+)\"", written)) - {"facts"}
-    assert named <= documented, named - documented

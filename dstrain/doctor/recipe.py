@@ -213,8 +213,8 @@ def weight_files(folder: Path) -> Check:
     size = 0
     for name in names:
         try:
-            with safe_open(folder / name, framework="numpy") as opened:
-                opened.keys()
+            with safe_open(folder / name, framework="numpy"):
+                pass  # its header says how long the file is
             size += (folder / name).stat().st_size
         except Exception as error:  # no file, a file that was cut, no right to read it
             reason = " ".join(str(error).split())[:160] or type(error).__name__
