@@ -74,9 +74,7 @@ def behind(places: Mapping[int, Mapping[str, Any]], size: int) -> list[int]:
     silent = [rank for rank in range(size) if rank not in places]
     if silent:
         return silent
-    reached = {
-        rank: (place["step"], place["number"], place["ended"] is False) for rank, place in places.items()
-    }
+    reached = {rank: (place["step"], place["number"], place["ended"]) for rank, place in places.items()}
     last = min(reached.values())
     return [rank for rank in range(size) if reached[rank] == last]
 
