@@ -506,6 +506,14 @@ def test_master_address(address, count, expected, says):
     assert (found.state, says in found.seen) == (expected, True), found
 
 
+def test_a_name_server_that_does_not_answer(monkeypatch):
+    gone = threading.Event()
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_: gone.wait(60))
+    with pytest.raises(OSError, match="no answer within 0 s"):
+        network.resolve("far.example", limit_s=0.1)
+    gone.set()
+
+
 def test_an_address_of_another_host_is_asked(monkeypatch):
     answers = {"reason": None}
     monkeypatch.setattr(network, "_reach", lambda address, port: answers["reason"])

@@ -1,11 +1,11 @@
 """This host's network: interfaces, the address and port where ranks meet, InfiniBand."""
 
-import concurrent.futures
 import errno
 import ipaddress
 import os
 import re
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -94,14 +94,22 @@ def describe(found: Sequence[Interface]) -> Check:
 
 def resolve(host: str, limit_s: float = _RESOLVE_S) -> list[str]:
     """Return the addresses of a name. Raises OSError if it has none, or no server answers in time."""
-    pool = concurrent.futures.ThreadPoolExecutor(1)
-    try:
-        entries = pool.submit(socket.getaddrinfo, host, None, 0, socket.SOCK_STREAM).result(limit_s)
-    except concurrent.futures.TimeoutError:
-        raise OSError(f"no answer within {limit_s:.0f} s") from None
-    finally:
-        pool.shutdown(wait=False)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+    answer: list[Any] = []
+
+    def ask() -> None:
+        try:
+            answer.append(socket.getaddrinfo(host, None, 0, socket.SOCK_STREAM))
+        except (OSError, UnicodeError) as error:
+            answer.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)  # not waited for at the end, as a pool's would be
+    thread.start()
+    thread.join(limit_s)
+    if not answer:
+        raise OSError(f"no answer within {limit_s:.0f} s")
+    if isinstance(answer[0], Exception):
+        raise answer[0]
+    return list(dict.fromkeys(str(entry[4][0]) for entry in answer[0]))
 
 
 def _reach(address: str, port: int, limit_s: float = _REACH_S) -> str | None:

@@ -45,11 +45,12 @@ def _end_with_parent() -> None:
 def wait_for_all(store: Any, name: str, rank: int, size: int, limit_s: float) -> list[int]:
     """Meet all ranks at a store, for at most `limit_s` seconds. Returns the ranks that did not come."""
     store.set(f"{name}/{rank}", "here")
-    deadline, missing = time.monotonic() + limit_s, list(range(size))
-    while missing and time.monotonic() < deadline:
-        missing = [other for other in missing if not store.check([f"{name}/{other}"])]
-        time.sleep(0.02 if missing else 0)
-    return missing
+    keys, deadline = [f"{name}/{other}" for other in range(size)], time.monotonic() + limit_s
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            return [other for other, key in enumerate(keys) if not store.check([key])]
+        time.sleep(0.001)
+    return []
 
 
 def clock_offset(asked: float, there: float, answered: float) -> float:
