@@ -21,6 +21,7 @@ PHASES = (*PHASES, "large all-reduce", "clock", "done")
 
 START_S = 120.0  # to import torch and to find the first rank
 LIMIT_S = 30.0  # for every wait after that
+_STAGGER_S = 0.05
 _GRACE_S = 5.0  # between the first rank's time-out and the others'
 _CLOCK_LIMIT_S = 1.0
 _SMALL_BYTES = 4 << 10
@@ -87,18 +88,17 @@ def run(
         "on_gpu": on_gpu,
         "several_hosts": len(places) > 1,
     }
-    command, started = [*worker, json.dumps(options)], []
-    for place in places:
-        for local in range(place.slots):
-            own = {
-                "RANK": len(started),
-                "WORLD_SIZE": size,
-                "LOCAL_RANK": local,
-                "LOCAL_WORLD_SIZE": place.slots,
-            }
-            own |= {"MASTER_ADDR": address, "MASTER_PORT": port}
-            values = {name: str(value) for name, value in own.items()}
-            started.append(Rank(len(started), place.host, _start(place, command, values, forwarded or {})))
+    command = [*worker, json.dumps(options)]
+    slots = [(place, local) for place in places for local in range(place.slots)]  # by rank
+    ranks: dict[int, Rank] = {}
+    for number, (place, local) in sorted(enumerate(slots), key=lambda one: one[1][1]):
+        own = {"RANK": number, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": place.slots}
+        own |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+        values = {name: str(value) for name, value in own.items()}
+        ranks[number] = Rank(number, place.host, _start(place, command, values, forwarded or {}))
+        if place.prefix and local:
+            time.sleep(_STAGGER_S)  # an sshd refuses more than ten at once that have not logged in yet
+    started = [ranks[number] for number in range(size)]
     readers = [thread for rank in started for thread in _follow(rank)]
     try:
         _wait(started, start_s, limit_s)
