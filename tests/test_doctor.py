@@ -1155,6 +1155,14 @@ def test_where_hosts_meet(monkeypatch):
     assert hosts.first_address(first) == "10.0.0.9"
 
 
+def test_no_ssh_on_this_machine(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    listed = [hosts.Host("a", 1), hosts.Host("b", 1)]
+    hosts.examine(listed, {})
+    assert [only(host.checks).seen.startswith("FileNotFoundError") for host in listed] == [True, True]
+    assert only(hosts.launcher_tools(2)).state == "warning"
+
+
 def test_report_of_hosts():
     identity = {"python": "3.11.2", "packages": {"torch": "1"}, "code": "c", "recipe": None}
     facts = {"identity": identity, "gpus": [vars(one) for one in gpus(2)], "devices": 2}
@@ -1190,12 +1198,17 @@ def test_mistakes_on_the_command_line(tmp_path):
         doctor.examine(tmp_path / "none.yaml", [], None, None, [])
 
 
-def test_a_broken_check_hides_no_other(monkeypatch):
+def test_a_broken_check_hides_no_other(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "processor", lambda *_: 1 / 0)
     monkeypatch.setattr(gpu, "facts", lambda: 1 / 0)
-    checks, facts = doctor.one_host(None, [], ranks=1, world=1, hosts=1, skip=["network"])
+    monkeypatch.setattr(network, "interfaces", lambda: 1 / 0)
+    monkeypatch.setattr(network, "infiniband_ports", lambda: 1 / 0)
+    monkeypatch.setattr(recipe, "examine", lambda *_: 1 / 0)
+    file = tiny_recipe(tmp_path)
+    checks, facts = doctor.one_host(file, [], ranks=1, world=1, hosts=1, skip=[])
     by_name = {one.name: one for one in checks}
     assert by_name["processor"].seen == "ZeroDivisionError: division by zero"
+    assert by_name["network"].seen == by_name["recipe"].seen == "ZeroDivisionError: division by zero"
     assert by_name["host memory"].seen
     assert facts["gpus"] == []
 
@@ -1226,5 +1239,5 @@ def test_each_check_is_in_the_documentation():
     documented = set(re.findall(r"(?m)^\| `([^`]+)` \|", page))
     written = "".join(file.read_text() for file in sorted(Path(REPOSITORY, "dstrain", "doctor").glob("*.py")))
     named = set(re.findall(r"\b(?:ok|warning|failure)\(\s*\"([^\"]+)\"", written))
-    named |= set(re.findall(r"guarded\(\s*\"([^\"]+)\"", written)) - {"facts"}
+    named |= set(re.findall(r"guarded\(\s*\"([^\"]+)\"", written)) - {"facts", "recipe"}
     assert named <= documented, named - documented

@@ -15,6 +15,7 @@ from dstrain.errors import UserError, nearest
 
 __all__ = ["GROUPS", "Report", "build_ops", "examine", "one_host"]
 
+_GROUP_S = 900.0  # for all checks of a group
 GROUPS = ("machine", "gpu", "disk", "network", "recipe", "tracking", "ranks")
 
 
@@ -150,9 +151,18 @@ def one_host(
         on_cpu = distributed.on_cpu()
         facts["devices"] = facts["devices"] or (0 if on_cpu else gpu.torch_facts()["count"])
     facts["on_cpu"] = on_cpu
-    of_recipe, needs = [], recipe.Needs()
+    of_recipe: list[Check] = []
+    needs = recipe.Needs()
     if config is not None and usable and "recipe" not in skip:
-        of_recipe, needs = recipe.examine(config, overrides, world, ranks)
+        found: list[recipe.Needs] = []
+
+        def examined() -> list[Check]:
+            checks, known = recipe.examine(config, overrides, world, ranks)
+            found.append(known)
+            return checks
+
+        of_recipe = guarded("recipe", examined, _GROUP_S)
+        needs = found[0] if found else needs
     groups: dict[str, Callable[[], list[Check]]] = {
         "machine": lambda: [*start, *imported, *_machine(needs, config, ranks, on_cpu, usable, facts)],
         "gpu": lambda: _gpu(needs, facts, usable),
@@ -161,7 +171,9 @@ def one_host(
         "recipe": lambda: of_recipe,
         "tracking": lambda: _tracking(needs),
     }
-    return [check for name, group in groups.items() if name not in skip for check in group()], facts
+    kept = {name: group for name, group in groups.items() if name not in skip}
+    # Each check is guarded by itself; this catches what goes wrong between them.
+    return [check for name, group in kept.items() for check in guarded(name, group, _GROUP_S)], facts
 
 
 def _gpu_facts() -> dict[str, Any]:
@@ -173,13 +185,11 @@ def _gpu_facts() -> dict[str, Any]:
 
 def _facts(config: Path | None) -> dict[str, Any]:
     """Return what other parts and hosts want to know of this one, as plain values."""
-    found = network.interfaces()
-    return _gpu_facts() | {
-        "identity": hosts.identity(config),
-        "interfaces": network.facts(found),
-        "infiniband": network.infiniband_ports(),
-        "port": network.free_port(),
-    }
+    facts = _gpu_facts() | {"identity": hosts.identity(config), "interfaces": [], "infiniband": []}
+    facts["port"] = network.free_port()
+    guarded("facts", lambda: facts.update(interfaces=network.facts(network.interfaces())) or [])
+    guarded("facts", lambda: facts.update(infiniband=network.infiniband_ports()) or [])
+    return facts
 
 
 def _machine(

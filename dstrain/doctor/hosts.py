@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.doctor import machine, network
-from dstrain.doctor.check import Check, failure, from_json, ok, on_hosts, summary, warning, worst
+from dstrain.doctor.check import Check, failure, from_json, guarded, ok, on_hosts, summary, warning, worst
 from dstrain.errors import UserError
 from dstrain.fingerprint import fingerprint
 
@@ -157,8 +157,12 @@ def examine(hosts: Sequence[Host], request: Mapping[str, Any]) -> None:
         said = json.loads(answer)
         host.checks, host.facts = from_json(said["checks"]), said["facts"]
 
+    def safely(host: Host) -> None:
+        found = guarded("hosts", lambda: one(host) or [], _REACH_S + _EXAMINE_S + 30)
+        host.checks = host.checks or found
+
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        list(pool.map(one, hosts))
+        list(pool.map(safely, hosts))
 
 
 def identity(config: Path | None) -> dict[str, Any]:
