@@ -134,7 +134,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         saved = config.dump_recipe(recipe, output_dir=str(output_dir), deepspeed="ds_config.json")
         run_folder.guard_restarts(output_dir)
         run_folder.describe(output_dir, options, saved, run.ds_json, ds.config)
-    observer.start(logs.report_to, logs.project, logs.run_name, options, wandb_id)
+    observer.start(engine, loader, logs.report_to, logs.project, logs.run_name, options, wandb_id)
 
     how = recipe.checkpoint.model_dump(include={"save_total_limit", "async_save", "save_optimizer"})
     saver = checkpoint.Saver(output_dir, world, **how)

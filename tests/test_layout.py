@@ -36,7 +36,7 @@ ALLOWED = {
     "checkpoint": {"errors", "distributed", "fragments", "checkpoint"},
     "run_folder": {"errors", "distributed", "checkpoint"},
     "ops": {"errors"},
-    "observe": {"errors", "observe"},
+    "observe": {"errors", "distributed", "fragments", "observe"},
     "tokenizer": {"errors"},
     "gguf": {"errors"},
     # What train.py and the commands have in common, and what launches train.py.
