@@ -42,6 +42,7 @@ ALLOWED = {
     # What train.py and the commands have in common, and what launches train.py.
     "request": {"config", "ds_config", "errors", "model", "run_folder"},
     "convert": {"checkpoint", "errors", "export", "request", "weights"},
+    "diagnose": {"errors", "request", "diagnose"},
     "parity": {"errors", "data", "distributed", "model", "request", "parity"},
 }
 

@@ -108,9 +108,7 @@ def facts(engine: Any, loader: Any) -> dict[str, Any]:
     config = engine.module.model.config.get_text_config()
     zero = engine.config.get("zero_optimization", {}) if isinstance(engine.config, dict) else {}
     heads = getattr(config, "num_attention_heads", None) or 1
-    offload = {
-        name: zero.get(f"offload_{name}", {}).get("device", "none") for name in ("optimizer", "param")
-    }
+    offload = {name: zero.get(f"offload_{name}", {}).get("device", "none") for name in ("optimizer", "param")}
     parameters = list(engine.module.parameters())
     return {
         "hosts": distributed.gather(socket.gethostname()),
