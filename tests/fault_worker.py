@@ -18,13 +18,13 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
-import torch
+import torch  # noqa: E402
 
-import train
-from dstrain import distributed
-from dstrain.control import Interrupted
-from dstrain.observe import meter
-from dstrain.parity import worker
+import train  # noqa: E402
+from dstrain import distributed  # noqa: E402
+from dstrain.control import Interrupted  # noqa: E402
+from dstrain.observe import meter  # noqa: E402
+from dstrain.parity import worker  # noqa: E402
 
 # The words of PyTorch 2.13 (c10/cuda/CUDACachingAllocator.cpp), with numbers of an 8B model on a 24 GiB device.
 CUDA_WORDS = (
@@ -69,7 +69,10 @@ def on_gradients(change):
 
     @contextlib.contextmanager
     def both():
-        with patched(train.model, "build", build), in_step(lambda e, b: state.update(step=e.global_steps + 1)):
+        with (
+            patched(train.model, "build", build),
+            in_step(lambda e, b: state.update(step=e.global_steps + 1)),
+        ):
             yield
 
     return both()
@@ -80,32 +83,30 @@ def none(world):
 
 
 def slow_loader(world):
-    return _slow_loader(0.05)
+    return slowed(train.data.Loader, "next_step", True)
 
 
 def slow_loader_of_rank_1(world):
-    return _slow_loader(0.15 * (world.rank == 1))
-
-
-def _slow_loader(seconds):
-    real = train.data.Loader.next_step
-
-    def next_step(self):
-        time.sleep(seconds)
-        return real(self)
-
-    return patched(train.data.Loader, "next_step", next_step)
+    return slowed(train.data.Loader, "next_step", world.rank == 1)
 
 
 def slow_rank_1(world):
     """In the forward pass, as a slower device would be."""
-    real = train.model.CausalLMLoss.forward
+    return slowed(train.model.CausalLMLoss, "forward", world.rank == 1)
 
-    def forward(self, *arguments, **more):
-        time.sleep(0.15 * (world.rank == 1))
-        return real(self, *arguments, **more)
 
-    return patched(train.model.CausalLMLoss, "forward", forward)
+def slowed(owner, name, here):
+    """Sleep before a call, for as long as it is since the last one: so the share does not depend on the machine."""
+    real, state = getattr(owner, name), {"last": time.perf_counter()}
+
+    def call(self, *arguments, **more):
+        if here:
+            time.sleep(min(time.perf_counter() - state["last"], 2.0) + 0.05)
+        result = real(self, *arguments, **more)
+        state["last"] = time.perf_counter()
+        return result
+
+    return patched(owner, name, call)
 
 
 def dead_layer(world):
@@ -197,7 +198,13 @@ def run(file: Path) -> None:
 
 
 def write_failure(run: Path, world, error: str) -> None:
-    failure = {"rank": world.rank, "host": socket.gethostname(), "kind": "error", "step": None, "phase": "step"}
+    failure = {
+        "rank": world.rank,
+        "host": socket.gethostname(),
+        "kind": "error",
+        "step": None,
+        "phase": "step",
+    }
     failure |= {"error": " ".join(error.split()), "traceback": traceback.format_exc(), "status": 1}
     failure["time"] = datetime.now().astimezone().isoformat()
     (run / "logs").mkdir(exist_ok=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 from dstrain.diagnose import against, crash, learning, speed
 from dstrain.diagnose.memory import Layout, requested
-from dstrain.diagnose.run import Run, read
+from dstrain.diagnose.run import KINDS, Run, read
 
-__all__ = ["diagnose", "requested_layout", "screen"]
+__all__ = ["KINDS", "diagnose", "requested_layout", "screen"]
 
 _WIDTH = 110
 

@@ -10,9 +10,17 @@ TOLERANCES = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 2e-3}
 # A lower precision that is used well ends within half a percent.
 DROP = 0.005
 _AFTER = 3  # rows in a row that must be apart, so that one noisy batch is no parting
-_PATHS = ("output_dir", "deepspeed", "logging.", "checkpoint.", "data.cache_dir", "data.preprocessing")
+_PATHS = (
+    "output_dir",
+    "deepspeed",
+    "logging.",
+    "checkpoint.",
+    "data.cache_dir",
+    "data.preprocessing",
+    "train.max_steps",
+)
 # Options whose difference makes the steps of two runs incomparable.
-_OTHER_TRAINING = ("seed", "data.", "model.", "in_force.global_batch")
+_OTHER_TRAINING = ("seed", "data.train", "data.max", "data.packing", "model.", "in_force.global_batch")
 
 
 def compare(run: Run, other: Run) -> dict[str, Any]:
@@ -59,7 +67,7 @@ def look(run: Run, other: Run) -> list[Finding]:
     elif run.evals or other.evals:
         evidence.append("no held-out loss at the same step")
     for name in ("dtypes", "options", "ds"):
-        if listed := ", ".join(f"{key} {a} here, {b} there" for key, a, b in found[name][:8]):
+        if listed := ", ".join(f"{key} {_brief(a)} here, {_brief(b)} there" for key, a, b in found[name][:8]):
             more = f", and {len(found[name]) - 8} more" if len(found[name]) > 8 else ""
             evidence.append(f"{name} that differ: {listed}{more}")
     if found["parted"] is None and not worse:
@@ -81,8 +89,8 @@ def _curves(found: dict[str, Any]) -> list[str]:
     off, steps = found["off"], found["steps"]
     most = max(range(len(off)), key=lambda n: abs(off[n]))
     lines = [
-        f"{len(steps)} steps compared: off by {abs(off[0]):.1e} at step {steps[0]}, at most {off[most]:+.2%} at step "
-        f"{steps[most]}; rounding explains {found['tolerance']:.0e}"
+        f"{len(steps)} steps compared: off by {abs(off[0]):.1e} at step {steps[0]}, at most {off[most]:+.2%} "
+        f"at step {steps[most]}; rounding explains {found['tolerance']:.0e}"
     ]
     if found["parted"] is not None:
         lines.append(f"they part at step {found['parted']}")
@@ -115,6 +123,11 @@ def _changes(found: dict[str, Any]) -> tuple[str, ...]:
 def _differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     keys = [key for key in (ours | theirs) if not key.startswith(_PATHS)]
     return [(key, ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)]
+
+
+def _brief(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _leaves(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -101,11 +101,15 @@ def _diverged(run: Run) -> Finding | None:
         return None
     if worse and tail < min(values[0], guess or math.inf) - _RISE:  # it came back
         return None
-    start = next((n for n in range(low, len(values)) if values[n] > smooth[low] + _RISE), low)
+    if worse:
+        limit, begin = max(guess or 0.0, smooth[0]) + _WORSE_THAN_GUESSING, 0
+    else:
+        limit, begin = smooth[low] + _RISE, low
+    start = next((n for n in range(begin, len(values)) if values[n] > limit), low)
     step = int(run.rows[start]["step"])
     evidence = [
-        f"loss {values[0]:.3f} at step {run.rows[0]['step']}, best {smooth[low]:.3f} around step "
-        f"{run.rows[low]['step']}, {tail:.3f} at the end; the highest {max(values):.3f}",
+        f"loss {values[0]:.3f} at step {run.rows[0]['step']}, best {min(values):.3f} at step "
+        f"{run.rows[values.index(min(values))]['step']}, {tail:.3f} at the end, {max(values):.3f} at most",
         *_near(run, step),
     ]
     if worse:
@@ -121,9 +125,14 @@ def _diverged(run: Run) -> Finding | None:
 
 def _near(run: Run, step: int) -> list[str]:
     """Return learning rate and gradient norms at a step."""
-    row = next((row for row in run.rows if row["step"] >= step), run.rows[-1] if run.rows else None)
+    row = next((row for row in run.rows if row["step"] >= step), None)
     if row is None:
-        return []
+        last = run.rows[-1:]
+        return [
+            f"before it, at step {r['step']}: lr {r['lr']:.2e}, gradient norm {r['grad_norm']:.3g} with a "
+            f"median of {_before(run, step, 'grad_norm'):.3g}"
+            for r in last
+        ]
     usual, before = _before(run, step, "grad_norm"), [r for r in run.rows if r["step"] < step][-1:]
     line = f"at step {row['step']}: lr {row['lr']:.2e}, gradient norm {row['grad_norm']:.3g}"
     if usual is not None and before:
@@ -149,8 +158,8 @@ def _spikes(run: Run) -> Finding | None:
     worst = max(high or steep, key=lambda event: event["loss"] - event["loss_median"])
     evidence = [
         f"step {worst['step']}: loss {worst['loss']:.3f}, the median of {worst['over']} steps before "
-        f"{worst['loss_median']:.3f}; gradient norm {worst['grad_norm']:.3g}, before {worst['grad_norm_median']:.3g}; "
-        f"lr {worst['lr']:.2e}",
+        f"{worst['loss_median']:.3f}; gradient norm {worst['grad_norm']:.3g}, before "
+        f"{worst['grad_norm_median']:.3g}; lr {worst['lr']:.2e}",
         _documents(worst),
     ]
     others = [str(event["step"]) for event in high or steep if event is not worst]
@@ -197,6 +206,14 @@ def _flat(run: Run) -> Finding | None:
     share = label_share(run)
     if share is not None and share < _FEW_LABELS:
         causes.append((_share_words(share), _SHOW_MASK))
+    kept = run.dtypes.get("master_weights", "fp32")
+    if kept in ("bf16", "fp16"):
+        causes.append(
+            (
+                f"no fp32 master weights: {kept} rounds small updates away",
+                "--precision bf16, which has fp32 master weights",
+            )
+        )
     norms = [row["grad_norm"] for row in run.rows]
     if median(norms) < 1e-6:
         causes.append(
@@ -239,8 +256,8 @@ def row_steps(run: Run) -> list[int]:
 
 def _raise_rate(run: Run) -> str:
     return (
-        f"train.learning_rate: {max(row['lr'] for row in run.rows):.1e} is too small; new models take 1e-4 to 3e-3, "
-        "saved ones 1e-6 to 1e-4"
+        f"train.learning_rate: {max(row['lr'] for row in run.rows):.1e} is too small; new models take 1e-4 to "
+        "3e-3, saved ones 1e-6 to 1e-4"
     )
 
 
@@ -286,7 +303,10 @@ def _scale(run: Run) -> Finding | None:
 
 def _layers(run: Run) -> list[Finding]:
     rows = [row for row in run.rows if any(key.startswith("layer_norm.") for key in row)]
-    return [one for one in (_dead(run, rows), _exploding(run, rows)) if one]
+    if large := _exploding(run, rows):
+        return [large]  # beside it the others look dead
+    small = _dead(run, rows)
+    return [small] if small else []
 
 
 def _dead(run: Run, rows: Sequence[dict[str, Any]]) -> Finding | None:
@@ -311,7 +331,7 @@ def _dead(run: Run, rows: Sequence[dict[str, Any]]) -> Finding | None:
         return None
     names = list(weak) or [evidence[0].rpartition(": ")[2]]
     changes = (
-        "what keeps its output from the loss, or its gradient from it: a hook, a detach, weights that are zero",
+        "what keeps it from the loss, or the gradient from it: a hook, a detach, weights that are zero",
         "weights of a checkpoint that lacked it: compare the names in model.safetensors with the model's",
         "experts that get no token: model.config.output_router_logits=true trains the balance",
     )
@@ -322,16 +342,18 @@ def _exploding(run: Run, rows: Sequence[dict[str, Any]]) -> Finding | None:
     if len(rows) < 4:
         return None
     early, late = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-    shares, before = _shares(late), _shares(early)
+    shares = _shares(late)
     grown, evidence = {}, []
     usual = median(row["grad_norm"] for row in early)
-    highest = max(late, key=lambda row: row["grad_norm"])
-    if highest["grad_norm"] > _GREW * usual > 0:
-        grown = {name: share for name, share in shares.items() if share > 0.5 > 2 * before.get(name, 1.0)}
+    high = [row for row in late if row["grad_norm"] > _GREW * usual > 0]
+    if high:
+        highest = max(high, key=lambda row: row["grad_norm"])
+        shares, before = _shares(high), _shares([row for row in rows if row["step"] < high[0]["step"]])
+        grown = {name: share for name, share in shares.items() if share > 0.5 > 1.5 * before.get(name, 1.0)}
         for name, share in grown.items():
             evidence.append(
-                f"{name} makes {share:.0%} of the gradient, {before[name]:.0%} in the rows before; whole norm "
-                f"{highest['grad_norm']:.3g} at step {highest['step']}, the median before {usual:.3g}"
+                f"{name} makes {share:.0%} of the gradient, {before[name]:.0%} in the rows before; whole "
+                f"norm {highest['grad_norm']:.3g} at step {highest['step']}, the median before {usual:.3g}"
             )
     norms = _norms(late)
     blocks = sorted(value for name, value in norms.items() if re.search(r"\.\d+$", name))

@@ -8,8 +8,8 @@ master weight (0 where the weights are their own masters) and an optimizer's sta
     optimizer    T (m + s)       / D at ZeRO 1 to 3; none on the device under offload
     buckets      reduce_bucket_size w, at ZeRO 1 to 3
     activations  L layers of tokens x (w (5 H + 2 Q + 2 K + 4 I) + 8 H), or with gradient checkpointing
-                 tokens x w H a layer and one layer whole
-    logits       tokens x V x (w + 8): the logits, their softmax in fp32 and its gradient
+                 tokens x w H a layer, and what one layer takes over the logits, which are gone by then
+    logits       tokens x V x (8, and w where it is not 4): the logits, a copy and a softmax of them in fp32
 
 tokens = micro batch x sequence length; H hidden size, Q and K the width of queries and of keys, I the
 intermediate size, V the vocabulary. The count per layer is that of a Llama: inputs of norms and products are
@@ -113,7 +113,10 @@ def parts_gib(own: Layout) -> dict[str, float]:
     inner = 5 * own.hidden + 2 * own.heads * own.head_dim
     inner += 2 * own.kv_heads * own.head_dim + 4 * own.intermediate
     layer = tokens * (width * inner + 8 * own.hidden)
-    kept = tokens * width * own.hidden * own.layers + layer if own.checkpointing else layer * own.layers
+    logits = tokens * own.vocab * (8 + (width if width < 4 else 0))
+    kept = layer * own.layers
+    if own.checkpointing:
+        kept = tokens * width * own.hidden * own.layers + max(layer - logits, 0)
     on_host = own.offload_optimizer != "none"
     weights = own.parameters * width * share[3]
     if own.offload_param != "none":
@@ -126,7 +129,7 @@ def parts_gib(own: Layout) -> dict[str, float]:
         "optimizer": 0.0 if on_host else own.trainable * (own.master_bytes + own.state_bytes) * share[1],
         "buckets": min(own.reduce_bucket, own.trainable) * width if own.zero_stage else 0.0,
         "activations": kept,
-        "logits": tokens * own.vocab * (width + 8),
+        "logits": logits,
     }
     return {name: value / GIB for name, value in parts.items()}
 

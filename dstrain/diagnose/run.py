@@ -73,7 +73,7 @@ class Run:
 
 
 def read(folder: Path) -> Run:
-    """Read what is there; a run that failed early has left less. Raises UserError if it is no run's folder."""
+    """Read what is there; a run that failed early left less. Raises UserError if it is no run's folder."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; name the output_dir of a run")
     known = [name for name in ("metrics.jsonl", "logs", "resolved") if (folder / name).exists()]

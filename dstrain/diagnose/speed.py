@@ -33,9 +33,9 @@ class Times:
 
     steps: int
     step: float
-    data: float  # of the rank that waits longest in each row
-    collective: float  # mean over ranks
-    transfer: float  # of the rank that waits least
+    busy: float  # neither waiting for data nor in a collective, the mean over ranks
+    data: float  # waiting for data, of the rank that waits longest in each row
+    transfer: float  # in collectives, of the rank that waits least for others
     stall: float
 
     @property
@@ -45,13 +45,13 @@ class Times:
 
     @property
     def waiting(self) -> float:
-        """In collectives, for ranks that come later."""
-        return max(self.collective - self.transfer, 0.0)
+        """In collectives, for ranks that compute longer."""
+        return max(self.step - self.busy - self.data - self.transfer, 0.0)
 
     @property
     def computing(self) -> float:
         """Share of the time in which the mean rank computes."""
-        return max(self.step - self.data - self.collective, 0.0) / self.wall if self.wall else 0.0
+        return self.busy / self.wall if self.wall else 0.0
 
 
 def times(run: Run) -> Times | None:
@@ -69,8 +69,8 @@ def times(run: Run) -> Times | None:
     return Times(
         steps,
         total("step_time_s"),
+        total("busy_s", "step_time_s"),  # not in rows of earlier versions
         total("data_wait_max_s", "data_wait_s"),
-        total("collective_s"),
         total("collective_min_s", "collective_s"),
         sum(row.get("checkpoint_stall_s", 0.0) for row, _ in rows),
     )
@@ -151,7 +151,7 @@ def _collectives(run: Run, spent: Times) -> Finding | None:
     )
     changes = [
         "`python -m dstrain doctor` measures the bandwidth and compares it with what the link should give",
-        "a larger train.train_micro_batch_size_per_gpu or train.gradient_accumulation_steps: more work for a transfer",
+        "a larger train.train_micro_batch_size_per_gpu or train.gradient_accumulation_steps: more work each",
     ]
     if stage == 3:
         changes.insert(1, "--zero_stage 2, if it fits: a third less to transfer")

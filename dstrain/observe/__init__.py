@@ -43,7 +43,7 @@ class Observer:
         self.trackers: Trackers | None = None
         self.dtypes: dict[str, str] = {}  # into the first row, then empty
         self.extra: dict[str, float] = {}  # into the next row
-        self.watch, self.reports = health.Watch(), 0
+        self.watch, self.reports, self.stood_out = health.Watch(), 0, False
 
     def header(self, notes: Sequence[str], held: Mapping[str, str], **lines: str) -> None:
         """Print what is about to run. held: dtypes by what is held in them."""
@@ -116,6 +116,7 @@ class Observer:
 
     def _stands_out(self, step: int, result: Any, usual: Mapping[str, float]) -> None:
         """Keep where the documents of a step came from whose loss or gradient is far from the usual."""
+        self.stood_out = True
         places = distributed.gather(self.loader.places()[:_PLACES])
         values = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
         self._event("spike", step, **values, **usual, documents=places)
@@ -132,11 +133,11 @@ class Observer:
         over = over_ranks(distributed.gather_numbers(self.meter.times, self.engine.device))
         row = self.last | self.meter.read() | over | self.extra
         self.reports += 1
-        if health.is_sampled(self.reports) or step == self.max_steps:
+        if health.is_sampled(self.reports) or self.stood_out or step == self.max_steps:
             row |= health.layer_norms(self.engine)
         if scale := fragments.loss_scale(self.engine).get("cur_scale"):
             row["loss_scale"] = float(scale)
-        self.extra = {}
+        self.extra, self.stood_out = {}, False
         self._row(row if eval_loss is None else row | {"eval_loss": eval_loss})
 
     def _row(self, row: Mapping[str, float]) -> None:

@@ -102,10 +102,10 @@ def over_ranks(times: Sequence[Sequence[float]]) -> dict[str, float]:
     by being busy longer. The one that waits least in collectives tells what the transfers alone take.
     """
     waits, collective = [wait for _, wait, _ in times], [spent for *_, spent in times]
-    found = {"collective_s": sum(collective) / len(times)}
+    busy = [max(step - wait - spent, 0.0) for step, wait, spent in times]
+    found = {"busy_s": sum(busy) / len(times), "collective_s": sum(collective) / len(times)}
     if len(times) == 1:
         return found
-    busy = [max(step - wait - spent, 0.0) for step, wait, spent in times]
     slowest, latest = busy.index(max(busy)), waits.index(max(waits))
     return found | {
         "collective_min_s": min(collective),
