@@ -4,9 +4,8 @@
     torchrun --nproc-per-node 2 train.py --config ...      accelerate launch train.py --config ...
     python train.py --config ... --zero_stage 3 --precision fp32 --dry-run
 
-Four parts: what to run; data, before any process group; model and engine; the loop. Exit status: 0 done,
-2 a mistake to mend, said in one line, 3 a loss or gradient that is not finite, 75 interrupted by a signal:
-saved, and the same command goes on.
+Exit status: 0 done, 2 a mistake to mend, said in one line, 3 a loss or gradient that is not finite, 4 ranks
+waited for too long, 5 a rank was killed, 75 a signal: saved, the same command goes on; 1 all else.
 """
 
 import argparse
@@ -19,7 +18,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dstrain import (
     checkpoint,
-    config,
     data,
     distributed,
     dtypes,
@@ -29,10 +27,11 @@ from dstrain import (
     request,
     run_folder,
     schedule,
+    watchdog,
 )
-from dstrain.control import PREEMPTED, SAVE_FILE, STOP_FILE, Control, Interrupted
+from dstrain.control import PREEMPTED, SAVE_FILE, STOP_FILE, Control
 from dstrain.distributed import deepspeed
-from dstrain.errors import OneLineParser, UserError
+from dstrain.errors import OneLineParser
 from dstrain.observe import Observer, check_trackers, preview
 from dstrain.probe import check_isolation
 from dstrain.step import NonFinite, eval_step, train_step, undo_first_update
@@ -51,7 +50,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(args: argparse.Namespace, world: distributed.World) -> None:
+def main(args: argparse.Namespace, world: distributed.World) -> int:
     # ---- 1. What to run. The recipe says what is trained, the DeepSpeed JSON how; its "auto" is filled here.
     asked = (args.deepspeed_config, args.zero_stage, args.precision)
     run = request.load(args.config, args.overrides, *asked, dp_size=world.size, on_cpu=distributed.on_cpu())
@@ -78,15 +77,15 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     finished = (checkpoint.newest_step(resume_from) or 0) >= max_steps
     exported = (output_dir / "hf_model").exists() or not recipe.checkpoint.export
     if finished and exported and not args.dry_run:
-        distributed.say(
-            world, f"{recipe.output_dir}: finished at step {max_steps}; raise train.max_steps to go on"
-        )
-        return
+        distributed.say(world, f"{output_dir}: finished at step {max_steps}; raise train.max_steps to go on")
+        return 0
 
     # ---- 3. Ranks, model and engine.
     swap_locks = run_folder.lock_nvme(ds.nvme_paths, world)  # noqa: F841  held as long as the process lives
     ops.ready((*ops.COLLECTIVES, *ds.ops) if distributed.on_cpu() else ds.ops)
-    distributed.start(world)
+    distributed.start(world, recipe.train.init_timeout_seconds)
+    limits = (recipe.train.init_timeout_seconds, recipe.train.train_timeout_seconds)
+    watchdog.start(world, None if args.dry_run else output_dir, *limits)
     attention, zero3_config = recipe.model.attn_implementation, ds.config if ds.zero_stage == 3 else None
     lm = model.build(run.origin, model_config, attention, ds.precision, recipe.seed, run.rows, zero3_config)
     if ds.gradient_checkpointing:
@@ -103,11 +102,11 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         )
     undo_first_update(engine)
     check_isolation(engine, recipe.data.packing)
-    first, tokens_seen, wandb_id, wall_before, began = 0, 0, None, 0.0, time.perf_counter()
+    first, tokens_seen, wandb_id, began = 0, 0, None, time.perf_counter()
     if resume_from and not args.dry_run:
         state = checkpoint.load(engine, checkpoint.newest_good(resume_from, world), world)
         first, tokens_seen, wandb_id = state["step"], state["tokens_seen"], state["wandb_id"]
-        wall_before = state["wall_s"]
+        began -= state["wall_s"]
         loader.load(state["loader"])
 
     # ---- 4. The loop.
@@ -128,23 +127,23 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     )
     if args.dry_run:
         observer.say(preview(tokenizer, loader.next_step()[0]))
-        return
+        return 0
     if world.is_main:
         lock = lock or run_folder.lock(output_dir)  # held as long as the process lives
-        saved = config.dump_recipe(recipe, output_dir=str(output_dir), deepspeed="ds_config.json")
-        run_folder.guard_restarts(output_dir)
-        run_folder.describe(output_dir, options, saved, run.ds_json, ds.config)
+        run.keep(output_dir)
     observer.start(engine, loader, logs.report_to, logs.project, logs.run_name, options, wandb_id)
 
     how = recipe.checkpoint.model_dump(include={"save_total_limit", "async_save", "save_optimizer"})
     saver = checkpoint.Saver(output_dir, world, **how)
 
-    def evaluate() -> float:
+    def evaluate(step: int = 0) -> float:
+        watchdog.enter("evaluation", step)
         micro = recipe.eval.eval_micro_batch_size_per_gpu or ds.micro
         return eval_step(engine, data.eval_batches(eval_data, micro, world.rank, world.size, width, pad_id))
 
     def save(step: int, position: dict[str, int], loss: float | None = None) -> None:
-        wall_s = wall_before + time.perf_counter() - began
+        watchdog.enter("saving", step)
+        wall_s = time.perf_counter() - began
         state = {"tokens_seen": tokens_seen, "loader": position, "loss": loss, "wall_s": wall_s}
         saver.save(engine, step, state | {"wandb_id": observer.wandb_id})
         observer.measured(saver.measured)
@@ -153,6 +152,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     if eval_data and first == 0:
         observer.evaluated(evaluate())
     for step in range(first + 1, max_steps + 1):
+        watchdog.enter("step", step)
         started, position = time.perf_counter(), loader.state()
         batches = loader.next_step()
         waited_s = time.perf_counter() - started
@@ -167,34 +167,33 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
         tokens_seen += result.tokens
         observer.step(step, result, step / epoch_steps, tokens_seen, time.perf_counter() - started, waited_s)
         eval_due = eval_data and schedule.is_due(step, recipe.eval.eval_steps, max_steps)
-        observer.report(evaluate() if eval_due else None)
+        observer.report(evaluate(step) if eval_due else None)
         preempted, stopped, save_now = result.asked
         if schedule.is_due(step, recipe.checkpoint.save_steps, max_steps) or any(result.asked):
             save(step, loader.state(), result.loss)
         control.done(*[SAVE_FILE] * save_now, *[STOP_FILE] * stopped)
         if (preempted or stopped) and step < max_steps:
             saver.wait()
-            observer.interrupted(step, preempted)
-            raise Interrupted(PREEMPTED if preempted else 0)
+            observer.interrupted(step, preempted, time.perf_counter() - began)
+            return PREEMPTED if preempted else 0
     saver.wait()
-    observer.finish()
+    observer.finish(time.perf_counter() - began)
 
     if recipe.checkpoint.export:
+        watchdog.enter("export", max_steps)
         folder = output_dir / "hf_model"
         export.export(engine, tokenizer, folder, writer=world.is_main)
         observer.say(f"exported to {recipe.output_dir}/hf_model")
         if logs.sample_prompt and world.is_main:
             how = (run.origin.trust_remote_code, logs.sample_prompt, logs.sample_tokens, recipe.seed)
             observer.say(export.sample(folder, *how))
+    return 0
 
 
 if __name__ == "__main__":
-    status = 0
     try:
-        main(parse_args(), distributed.prepare())
-    except Interrupted as request_met:
-        status = request_met.status
-    except (UserError, NonFinite) as error:
-        distributed.say_error(str(error))
-        status = error.status
+        status = main(parse_args(), distributed.prepare())
+    except BaseException as error:  # told once for all ranks, with rank and host
+        status = watchdog.fail(error)
+    watchdog.stop()
     distributed.leave(status)

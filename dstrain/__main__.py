@@ -132,6 +132,22 @@ def checkpoints(run: Annotated[Path, typer.Argument(help="Output folder of a run
         typer.echo(f"{row['step']:>8}  {tokens:>14}  {loss:>8}  {size:>9}  {row['problem'] or 'verified'}")
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def last_failure(
+    context: typer.Context,
+    config: Annotated[Path, typer.Option(help="The recipe; train.py's other arguments may follow")],
+) -> None:
+    """Print how the newest run of a recipe failed, if it did: rank, host, step and error."""
+    from dstrain import failure
+    from dstrain.config import load_recipe
+
+    overrides = [word for word in context.args if "=" in word and not word.startswith("-")]
+    recipe, _ = load_recipe(config, overrides)
+    failed = failure.read(Path(recipe.output_dir).expanduser())
+    if failed:
+        typer.echo(failed.text(), err=True)
+
+
 @app.command(context_settings={"allow_extra_args": True})
 def parity(
     context: typer.Context,
@@ -168,11 +184,10 @@ def diagnose(
     as_json: Annotated[bool, typer.Option("--json", help="For machines")] = False,
 ) -> None:
     """Say what happened to a run, most likely first, and what to change."""
-    from dstrain import diagnose as doctor
+    from dstrain import diagnose as told
 
-    layout = doctor.requested_layout(run, config, context.args) if config else None
-    result = doctor.diagnose(run, against, layout)
-    typer.echo(json.dumps(result, indent=2) if as_json else doctor.screen(result))
+    result = told.diagnose(run, against, told.requested_layout(run, config, context.args))
+    typer.echo(json.dumps(result, indent=2) if as_json else told.screen(result))
 
 
 @app.command()

@@ -18,14 +18,6 @@ _SAME_S = 2.0  # launchers pass a signal on that the ranks have got already
 _LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed", "accelerate")
 
 
-class Interrupted(Exception):
-    """Training has stopped early, on request, with a checkpoint. `status` is that of the process."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__("stopped on request")
-        self.status = status
-
-
 class Control:
     """What was asked of this rank. Made when training starts: before that a signal ends a process as ever."""
 

@@ -5,7 +5,6 @@ import io
 import logging
 import os
 import random
-import socket
 import sys
 import time
 import warnings
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 import transformers
 
+from dstrain import clock, rendezvous
 from dstrain.errors import UserError
 
 os.environ.setdefault(
@@ -31,7 +31,9 @@ import deepspeed
 from deepspeed.accelerator import get_accelerator
 
 _PATIENCE_S = 10.0
-_GROUP_TIMEOUT = timedelta(minutes=10)
+_GROUP_TIMEOUT = timedelta(hours=2)  # the watchdog comes first
+
+_meeting: "rendezvous.Meeting | None" = None  # of this process's group
 
 UMASK = os.umask(0)  # can only be read by setting it, which is safe while there are no threads
 os.umask(UMASK)
@@ -121,55 +123,53 @@ def use_cores(place: World) -> int:
     return threads
 
 
-def start(place: World) -> None:
-    """Start the process group of all ranks. One process alone needs no launcher, and takes a free port.
+def start(place: World, limit_s: float = 600.0) -> None:
+    """Start the process group of all ranks, which wait at most `limit_s` for one another.
 
-    Raises UserError if the port is taken.
+    One process alone needs no launcher. Does nothing in a process that has a group already. Raises UserError
+    if the ranks do not come together or do not run the same code.
     """
-    if (
-        place.size == 1 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
-    ):  # torchrun serves the port itself
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ.update(
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK="0", RANK="0", WORLD_SIZE="1"
-        )
+    global _meeting
+    if torch.distributed.is_initialized():
+        return
     os.environ.setdefault("LOCAL_SIZE", str(place.local_size))
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")  # the last collectives, for who stands where
     if not on_cpu():
         torch.cuda.set_device(place.local_rank)
-    _join_after_a_restart(place)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints, on every rank, that it found its op
-            # The environment says all, so there is no MPI to discover.
-            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=_GROUP_TIMEOUT)
-    except torch.distributed.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise UserError(
-            f"MASTER_PORT={os.environ['MASTER_PORT']} is in use, perhaps by another job; "
-            "give this one another: deepspeed --master_port N (torchrun: --master-port N)"
-        ) from None
-    _unlink_shared_buffer(place)
-
-
-def _join_after_a_restart(place: World) -> None:
-    """Start torch's process group under a prefix of its own for each restart that torchrun makes.
-
-    Its static rendezvous keeps one store for all attempts, in which ranks would find where those before them
-    listened, and wait for them (torch 2.13). DeepSpeed takes the group that it finds.
-    """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or attempt == "0":
-        return
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = torch.distributed.TCPStore(address, port, place.size, False, timeout=_GROUP_TIMEOUT)
+    store = _store(place, limit_s)
+    _meeting = rendezvous.meet(store, place.rank, place.size, limit_s)
+    many_gpus = {} if on_cpu() or place.size == 1 else {"device_id": torch.device("cuda", place.local_rank)}
     torch.distributed.init_process_group(
         get_accelerator().communication_backend_name(),
-        store=torch.distributed.PrefixStore(f"attempt-{attempt}", store),
+        store=torch.distributed.PrefixStore("group", _meeting.store),
         rank=place.rank,
         world_size=place.size,
         timeout=_GROUP_TIMEOUT,
+        **many_gpus,
+    )
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints, on every rank, that it found its op
+        # DeepSpeed takes the group that it finds. There is no MPI to discover.
+        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=_GROUP_TIMEOUT)
+    _unlink_shared_buffer(place)
+
+
+def _store(place: World, limit_s: float) -> torch.distributed.TCPStore:
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun
+    if place.size > 1 or served:
+        return rendezvous.connect(place.is_main and not served, limit_s)
+    os.environ.update(MASTER_ADDR="127.0.0.1", LOCAL_RANK="0", RANK="0", WORLD_SIZE="1")
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True)  # at a port that is free
+    os.environ["MASTER_PORT"] = str(store.port)
+    return store
+
+
+def meeting() -> rendezvous.Meeting:
+    """Return who met in this run, with a connection of its own to their store; it has none for one rank."""
+    if _meeting is None or len(_meeting.ranks) == 1:
+        return rendezvous.Meeting("", None, _meeting.ranks if _meeting else [rendezvous.own_facts()])
+    store = rendezvous.connect(False, _PATIENCE_S)
+    return rendezvous.Meeting(
+        _meeting.name, torch.distributed.PrefixStore(_meeting.name, store), _meeting.ranks
     )
 
 
@@ -227,7 +227,7 @@ def set_rng_state(state: dict[str, torch.Tensor]) -> None:
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Sum a tensor over all ranks, in place."""
-    with _clock:
+    with clock.collectives:
         torch.distributed.all_reduce(tensor)
     return tensor
 
@@ -236,8 +236,7 @@ def gather_numbers(values: Sequence[float], device: Any = None) -> list[list[flo
     """Return every rank's numbers, in rank order, on every rank. All give equally many."""
     table = torch.zeros(torch.distributed.get_world_size(), len(values), dtype=torch.float64, device=device)
     table[torch.distributed.get_rank()] = torch.tensor(values, dtype=torch.float64)
-    torch.distributed.all_reduce(table)
-    return table.tolist()
+    return all_reduce_sum(table).tolist()
 
 
 def gather(value: Any) -> list[Any]:
@@ -252,89 +251,9 @@ def ranks_where(condition: bool) -> list[int]:
     return [rank for rank, holds in enumerate(gather(condition)) if holds]
 
 
-class _Clock:
-    """Seconds that this rank has spent in collectives: the transfer, and waiting for ranks that come later.
-
-    On a CPU, what the host spends in the call and in wait(). On a GPU, what the stream that asked for it
-    spends, read from events without a synchronisation; what other streams do meanwhile costs no time and is
-    not counted, nor are the gathers that ZeRO 3 runs ahead of the layers on a stream of its own.
-    """
-
-    def __init__(self) -> None:
-        self.seconds, self.depth, self.began = 0.0, 0, 0.0
-        self.events: list[tuple[Any, Any]] = []
-
-    def __enter__(self) -> None:
-        self.depth += 1
-        if self.depth == 1:
-            self.began = time.perf_counter() if on_cpu() else _event()
-
-    def __exit__(self, *error: object) -> None:
-        self.depth -= 1
-        if self.depth:
-            return
-        if on_cpu():
-            self.seconds += time.perf_counter() - self.began
-        else:
-            self.events.append((self.began, _event()))
-
-    def read(self) -> float:
-        while self.events and self.events[0][1].query():
-            first, last = self.events.pop(0)
-            self.seconds += first.elapsed_time(last) / 1000
-        return self.seconds
-
-
-class _ClockedWork:
-    """An asynchronous collective whose wait() is clocked."""
-
-    def __init__(self, work: Any) -> None:
-        self._work = work
-
-    def wait(self, *args: Any, **more: Any) -> Any:
-        with _clock:
-            return self._work.wait(*args, **more)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
-
-
-_clock = _Clock()
-_CLOCKED = (
-    *("all_reduce", "inference_all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "barrier"),
-    *("reduce_scatter", "reduce_scatter_tensor", "all_gather", "all_gather_into_tensor"),
-    *("all_gather_coalesced", "all_to_all", "all_to_all_single"),
-)
-
-
-def _event() -> Any:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
 def clock_collectives() -> None:
-    """Count from now on, in `collective_s`, what DeepSpeed's and our own collectives take."""
-    backend = deepspeed.comm.comm.cdb
-    for name in _CLOCKED:
-        call = getattr(backend, name, None)
-        if call is not None and not hasattr(call, "clocked"):
-            setattr(backend, name, _clocked(call))
-
-
-def _clocked(call: Any) -> Any:
-    def clocked(*args: Any, **more: Any) -> Any:
-        with _clock:
-            result = call(*args, **more)
-        return _ClockedWork(result) if hasattr(result, "wait") else result
-
-    clocked.clocked = True  # type: ignore[attr-defined]
-    return clocked
-
-
-def collective_s() -> float:
-    """Return the seconds that this rank has spent in collectives since `clock_collectives`."""
-    return _clock.read()
+    """Let `clock.collectives` count from now on what DeepSpeed's and our own collectives take."""
+    clock.install(deepspeed.comm.comm.cdb, on_cpu())
 
 
 def barrier() -> None:
@@ -364,27 +283,37 @@ def say(place: World, line: str) -> None:
 
 
 def say_error(line: str) -> None:
-    """Print an error of one line, once a node.
-
-    The first rank speaks. The others wait a little: if it failed as well, as it does with a mistake in a
-    recipe, the launcher ends them meanwhile; if it did not, the error is theirs alone and they say it.
-    """
+    """Print an error of one line, once a node."""
+    be_patient()
     rank = os.environ.get("LOCAL_RANK", "0")
-    if rank != "0":
+    print(f"error: {'' if rank == '0' else f'on local rank {rank}: '}{line}", file=sys.stderr, flush=True)
+
+
+def be_patient() -> None:
+    """Let the first rank of a host speak first.
+
+    If it failed as well, as it does with a mistake in a recipe, the launcher ends the others meanwhile; if it
+    did not, the error is theirs alone and they say it.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(_PATIENCE_S)
-        line = f"on local rank {rank}: {line}"
-    print(f"error: {line}", file=sys.stderr, flush=True)
 
 
 def leave(status: int) -> NoReturn:
-    """End the process, all ranks of a good run together, without the exit handlers of C++ libraries.
+    """End the process, all ranks of a good run together."""
+    if status == 0 and torch.distributed.is_initialized():
+        barrier()
+    exit_now(status)
+
+
+def exit_now(status: int) -> NoReturn:
+    """End the process without the exit handlers of C++ libraries.
 
     Threads of the process group race with them: now and then a rank that had done all its work died of
     "terminate called without an active exception", and the launcher called the run a failure.
     """
-    if status == 0 and torch.distributed.is_initialized():
-        barrier()
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(status)

@@ -129,6 +129,12 @@ class Train(_Section):
     precision: Literal["bf16", "fp16", "fp32"] = Field(
         "bf16", description='What "auto" in the JSON stands for'
     )
+    init_timeout_seconds: float = Field(
+        1800.0, gt=0, description="How long ranks wait at start-up, first steps, evaluation, saves and export"
+    )
+    train_timeout_seconds: float | None = Field(
+        None, gt=0, description="The same for a step; unset, ten times the longest so far, at least 2 minutes"
+    )
 
 
 class Eval(_Section):

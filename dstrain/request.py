@@ -30,6 +30,15 @@ class Request:
         """All that decides the losses, flat: the recipe's options and the values in force."""
         return config.flat(self.recipe) | self.ds.in_force
 
+    def keep(self, output_dir: Path) -> None:
+        """Write what makes the output folder a recipe that reruns, and what a resume is compared with.
+
+        Raises UserError for a run that a launcher has started again too often.
+        """
+        run_folder.guard_restarts(output_dir)
+        saved = config.dump_recipe(self.recipe, output_dir=str(output_dir), deepspeed="ds_config.json")
+        run_folder.describe(output_dir, self.options, saved, self.ds_json, self.ds.config)
+
     def describe(
         self, parameters: int, max_steps: int, epoch_steps: float, warmup_steps: int
     ) -> dict[str, str]:

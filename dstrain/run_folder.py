@@ -18,6 +18,8 @@ _MAY_CHANGE = (
     "deepspeed",
     "train.max_steps",
     "train.num_train_epochs",
+    "train.init_timeout_seconds",
+    "train.train_timeout_seconds",
     # What the batch, the optimizer and the schedule come to is compared under `in_force`.
     "train.train_micro_batch_size_per_gpu",
     "train.gradient_accumulation_steps",

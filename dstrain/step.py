@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dstrain import distributed
+from dstrain import clock, distributed
 
 Batch = dict[str, torch.Tensor]
 
@@ -54,7 +54,7 @@ class StepResult:
     valid_tokens: int  # in the loss
     skipped: bool  # fp16 overflow: the loss scale was lowered and no weight changed
     asked: tuple[bool, ...] = ()  # what any rank was asked for
-    collective_s: float = 0.0  # of this rank, see distributed.collective_s
+    collective_s: float = 0.0  # of this rank, see clock.py
 
 
 def train_step(engine: Any, batches: Sequence[Batch], asked: Sequence[bool] = ()) -> StepResult:
@@ -62,7 +62,7 @@ def train_step(engine: Any, batches: Sequence[Batch], asked: Sequence[bool] = ()
 
     asked: requests to this rank; the result has those to any. Raises NonFinite, on all ranks together.
     """
-    before_s = distributed.collective_s()
+    before_s = clock.collectives.read()
     if not engine.module.training:  # a loaded model is in evaluation mode: no dropout, no checkpointing
         engine.train()
     batches = [{name: tensor.to(engine.device) for name, tensor in batch.items()} for batch in batches]
@@ -105,7 +105,7 @@ def train_step(engine: Any, batches: Sequence[Batch], asked: Sequence[bool] = ()
     if not _finite(norm) and not engine.fp16_enabled():
         raise NonFinite("gradient", distributed.ranks_where(True), applied=not skipped)
     aux_loss = None if aux_coef is None else aux_loss
-    spent_s = distributed.collective_s() - before_s
+    spent_s = clock.collectives.read() - before_s
     return StepResult(loss, aux_loss, norm, lr, tokens, valid, skipped, tuple(map(bool, asked)), spent_s)
 
 

@@ -1,7 +1,7 @@
 """What the launcher starts to run train.py with faults in it: like dstrain/parity/worker.py, a job after another.
 
-A job's first argument is the fault, the name of a function below; those that make train.py fail leave a
-failure.json, as a run does.
+A job's first argument is the fault, the name of a function below. Those that make train.py fail leave what a run
+leaves that fails: the watchdog writes it.
 """
 
 import argparse
@@ -9,11 +9,9 @@ import contextlib
 import json
 import os
 import resource
-import socket
 import sys
 import time
 import traceback
-from datetime import datetime
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
@@ -21,8 +19,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 import torch  # noqa: E402
 
 import train  # noqa: E402
-from dstrain import distributed  # noqa: E402
-from dstrain.control import Interrupted  # noqa: E402
+from dstrain import distributed, watchdog  # noqa: E402
 from dstrain.observe import meter  # noqa: E402
 from dstrain.parity import worker  # noqa: E402
 
@@ -149,6 +146,30 @@ def cpu_memory(world):
     return both()
 
 
+MEMORY_COMMAND = [
+    *("--config", str(Path(__file__).resolve().parents[1] / "recipes" / "quickstart"), "--zero_stage", "2"),
+    "train.train_micro_batch_size_per_gpu=64",
+]
+
+
+def memory_at_start(world):
+    """While DeepSpeed makes the optimizer's states, before the run has written its recipe."""
+
+    def fail(*arguments, **more):
+        raise torch.OutOfMemoryError(CUDA_WORDS)
+
+    @contextlib.contextmanager
+    def both():
+        sys.argv, before = ["train.py", *MEMORY_COMMAND], sys.argv
+        try:
+            with patched(train.deepspeed, "initialize", fail):
+                yield
+        finally:
+            sys.argv = before
+
+    return both()
+
+
 def raises(world):
     def fail(engine, batches):
         if engine.global_steps == 2:
@@ -181,34 +202,18 @@ def run(file: Path) -> None:
             try:
                 with globals()[name](world):
                     train.main(train.parse_args(arguments), world)
-            except Interrupted:
-                pass
             except Exception as fault:
                 traceback.print_exc()
-                error = f"{type(fault).__name__}: {fault}"
-                if world.size == 1 and (folder / "run").exists():
-                    write_failure(folder / "run", world, error)
-                    error = None
+                if world.size > 1 or not (folder / "run" / "logs").exists():
+                    error = f"{type(fault).__name__}: {fault}"
+                watchdog.fail(fault)  # which writes failure.json
+            watchdog.stop()
         if world.is_main or error:
             (folder / "result.json").write_text(json.dumps({"error": error}))
         if error:
             distributed.leave(1)
         worker._forget()
     distributed.leave(0)
-
-
-def write_failure(run: Path, world, error: str) -> None:
-    failure = {
-        "rank": world.rank,
-        "host": socket.gethostname(),
-        "kind": "error",
-        "step": None,
-        "phase": "step",
-    }
-    failure |= {"error": " ".join(error.split()), "traceback": traceback.format_exc(), "status": 1}
-    failure["time"] = datetime.now().astimezone().isoformat()
-    (run / "logs").mkdir(exist_ok=True)
-    (run / "logs" / "failure.json").write_text(json.dumps(failure))
 
 
 if __name__ == "__main__":

@@ -60,9 +60,10 @@ def tiny_recipe(folder: Path, **sections) -> Path:
 
 
 def launch(
-    *arguments, launcher: str = "python", ranks: int = 1, cwd: Path = REPOSITORY, env=None, timeout=300
-):
-    """Run train.py under a real launcher, without a terminal. Returns the finished process."""
+    *arguments, launcher: str = "python", ranks: int = 1, cwd: Path = REPOSITORY, env=None, timeout=300,
+    script: Path = REPOSITORY / "train.py",
+):  # fmt: skip
+    """Run train.py, or a script that wraps it, under a real launcher. Returns the finished process."""
     scripts = Path(sys.executable).parent
     port = str(20000 + os.getpid() % 20000)
     command = {
@@ -88,7 +89,7 @@ def launch(
         environment.pop(name, None)  # a process group inside the tests sets them
     environment["PATH"] = f"{scripts}{os.pathsep}{environment['PATH']}"
     return subprocess.run(
-        [*command, str(REPOSITORY / "train.py"), *map(str, arguments)],
+        [*command, str(script), *map(str, arguments)],
         cwd=cwd,
         env=environment | (env or {}),
         stdin=subprocess.DEVNULL,

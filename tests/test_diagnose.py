@@ -66,6 +66,7 @@ def faults() -> dict:
         "peak": ("known_peak", 1, lambda p: {"train": train | {"max_steps": 16}}),
         "cuda_memory": ("cuda_memory", 1, lambda p: {"train": train}),
         "cpu_memory": ("cpu_memory", 1, lambda p: {"train": big}),
+        "early": ("memory_at_start", 1, lambda p: {"train": train}),
         "raises": ("raises", 1, lambda p: {"train": train}),
         "stopped": ("stop_file", 1, lambda p: {"train": train}),
         "fp32": ("none", 1, lambda p: {"train": train | rounded}, large),
@@ -91,7 +92,8 @@ def runs(tmp_path_factory) -> Path:
 
 
 def of(runs, name, reference=None):
-    return diagnose(runs / name / "run", reference and runs / reference / "run")["findings"]
+    run = runs / name / "run"
+    return diagnose(run, reference and runs / reference / "run", requested_layout(run))["findings"]
 
 
 def kinds(findings):
@@ -132,6 +134,10 @@ EXPECTED = {
     "peak": ("utilization", ("MFU 0%",)),
     "cuda_memory": ("out_of_memory", ("1.96 GiB with 1.02 GiB free of 23.64: 0.94 GiB short", "phase step")),
     "cpu_memory": ("out_of_memory", ("out of memory on the host", "at most that much short", "logits 0.50")),
+    "early": (
+        "out_of_memory",
+        ("phase start-up", "0.94 GiB short", "estimated need of a rank", "micro_batch_size_per_gpu="),
+    ),
     "raises": ("error", ("No space left on device", "raised in", "save_total_limit=1")),
     "stopped": ("interrupted", ("by the file STOP", "newest checkpoint: step 1", "the same command again")),
     "straggler": ("straggler", ("rank 1 (", "times as long", "the others wait for it")),
@@ -149,7 +155,7 @@ def test_a_fault_is_named_first(runs, name):
     assert set(kinds(findings)) <= set(KINDS)
     for part in said:
         assert part in words(findings[0]), words(findings[0])
-    shown = screen(diagnose(runs / name / "run"))
+    shown = screen({"findings": findings, "looked_at": {}})
     assert len(shown.splitlines()) < 50
     assert max(map(len, shown.splitlines())) <= 200  # a path may be long
 
@@ -197,17 +203,34 @@ def test_failures_that_others_write(runs, tmp_path):
         (run / "logs" / "failure.json").write_text(json.dumps(failure | {"traceback": ""} | changes))
         return diagnose(run)["findings"][0]
 
-    killed = found(
-        kind="died", rank=1, host="node7", error="rank 1 on node7 was ended by SIGKILL", status=-9, step=3
+    words_of_memory = (
+        "ended without a word: its process 7 has gone; the kernel ended 1 process here for lack of memory"
     )
+    killed = found(kind="died", rank=1, host="node7", error=words_of_memory, status=5, step=3)
     assert (killed["kind"], killed["evidence"][0]) == ("out_of_memory", "rank 1 (node7), step 3, phase step")
     assert any("model.gradient_checkpointing=true" in line for line in killed["changes"])
-    died = found(kind="died", rank=1, host="node7", error="ended by SIGSEGV", status=-11)
-    assert (died["kind"], died["title"]) == ("died", "rank 1 died")
-    hung = found(
-        kind="hung", rank=2, host="node7", error="no heartbeat for 60 s; rank 2 is behind", status=70
+    died = found(
+        kind="died",
+        rank=1,
+        host="node7",
+        error="ended without a word: a signal or a crash ended it",
+        status=5,
     )
-    assert hung["kind"] == "hung" and "rank 2 is behind" in words(hung)
+    assert (died["kind"], died["title"]) == ("died", "rank 1 died")
+    stands = "rank 0 on node7: in wait\nrank 2 on node7: in sleep"
+    hung = found(
+        kind="hung",
+        rank=2,
+        host="node7",
+        error="hung in step 3: rank 2 is behind",
+        status=4,
+        traceback=stands,
+    )
+    assert (
+        hung["kind"] == "hung"
+        and "rank 2 is behind" in words(hung)
+        and "rank 2 on node7: in sleep" in words(hung)
+    )
     collapsed = found(
         error="Current loss scale already at minimum - cannot decrease scale anymore. Exiting run."
     )

@@ -21,7 +21,13 @@ ALLOWED = {
     "ds_fill": {"errors", "ds_keys"},
     "ds_optim": {"errors", "ds_keys", "ds_fill"},
     "ds_config": {"errors", "ds_keys", "ds_fill", "ds_optim"},
-    "distributed": {"errors"},
+    "fingerprint": set(),
+    "rendezvous": {"errors", "fingerprint"},
+    "clock": set(),
+    "distributed": {"clock", "errors", "rendezvous"},
+    "failure": set(),
+    "logs": set(),
+    "watchdog": {"distributed", "errors", "failure", "logs", "watchdog"},
     "data": {"errors", "data"},
     "loss": set(),
     "weights": {"errors"},
@@ -30,7 +36,7 @@ ALLOWED = {
     "dtypes": set(),
     "probe": {"errors"},
     "schedule": set(),
-    "step": {"distributed"},
+    "step": {"clock", "distributed"},
     "control": set(),
     "fragments": set(),
     "checkpoint": {"errors", "distributed", "fragments", "checkpoint"},
@@ -43,7 +49,7 @@ ALLOWED = {
     "request": {"config", "ds_config", "errors", "model", "run_folder"},
     "convert": {"checkpoint", "errors", "export", "request", "weights"},
     "diagnose": {"errors", "request", "diagnose"},
-    "parity": {"errors", "data", "distributed", "model", "request", "parity"},
+    "parity": {"errors", "data", "distributed", "model", "request", "parity", "watchdog"},
 }
 
 

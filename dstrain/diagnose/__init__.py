@@ -1,5 +1,6 @@
 """What happened to a run, most likely first, and what to change: `python -m dstrain diagnose RUN`."""
 
+import argparse
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -30,18 +31,33 @@ def diagnose(folder: Path, reference: Path | None = None, layout: Layout | None 
     return {"run": str(folder), "findings": [asdict(f) for f in findings], "looked_at": _looked_at(run)}
 
 
-def requested_layout(folder: Path, config: Path, overrides: Sequence[str]) -> Layout:
+def requested_layout(
+    folder: Path, config: Path | None = None, overrides: Sequence[str] = ()
+) -> Layout | None:
     """Return the layout that a command asks for, on as many ranks as have left a log in the run's folder.
 
-    Raises UserError as train.py does.
+    Without a config, the command of the run's log, for a run that failed before it wrote what it is; None if
+    that is not needed or not known. Raises UserError as train.py does.
     """
+    run = read(folder)
+    kinds: dict[str, Any] = {}
+    if config is None:
+        if run.facts or not run.failure or not run.command:
+            return None
+        where, words = run.command
+        parser = argparse.ArgumentParser(add_help=False)
+        for name in ("config", "deepspeed_config", "zero_stage", "precision"):
+            parser.add_argument(f"--{name}", type=int if name == "zero_stage" else str)
+        known, rest = parser.parse_known_args(words)
+        config, overrides = where / known.config, [word for word in rest if not word.startswith("-")]
+        kinds = {name: value for name, value in vars(known).items() if name != "config"}
     import torch
     from transformers import AutoModelForCausalLM
 
     from dstrain import request
 
-    ranks = max(len(read(folder).logs), 1)
-    asked = request.load(config, overrides, dp_size=ranks, on_cpu=not torch.cuda.is_available())
+    on_cpu, ranks = not torch.cuda.is_available(), max(len(run.logs), 1)
+    asked = request.load(config, overrides, **kinds, dp_size=ranks, on_cpu=on_cpu)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(asked.model_config)
     return requested(asked, sum(parameter.numel() for parameter in model.parameters()))

@@ -15,7 +15,7 @@ _TOTAL = re.compile(rf"total capacity of {_SIZE}", re.IGNORECASE)
 _RESERVED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated", re.IGNORECASE)
 _CPU = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes", re.IGNORECASE)
 _OTHER = re.compile(r"MemoryError|out of memory|Cannot allocate memory|std::bad_alloc|OutOfMemoryError")
-_KILLED = re.compile(r"\bSIGKILL\b|signal 9\b|status (?:137|-9)\b|oom.?kill|out of memory", re.IGNORECASE)
+_KILLED = re.compile(r"the kernel ended \d+ process|oom.?kill", re.IGNORECASE)  # the watchdog's words
 _NON_FINITE = re.compile(r"non-finite (loss|gradient) at step (\d+)")
 _SCALE = "loss scale already at minimum"
 
@@ -28,7 +28,7 @@ def look(run: Run, spare: memory.Layout | None = None) -> list[Finding]:
         return [_out_of_memory(run, text, spare)]
     if failure:
         kind = failure.get("kind")
-        if kind == "died" and (failure.get("status") in (-9, 137) or _KILLED.search(text)):
+        if kind == "died" and _KILLED.search(text):
             return [_killed(run, spare)]
         if _NON_FINITE.search(text) or _SCALE in text:
             return []  # learning.py says more
@@ -95,7 +95,6 @@ def _out_of_memory(run: Run, text: str, spare: memory.Layout | None) -> Finding:
 def _killed(run: Run, spare: memory.Layout | None) -> Finding:
     failure = run.failure or {}
     evidence = [_where(run), f"said at the end: {_short(failure.get('error'))}"]
-    evidence.append("nobody but the kernel ends a process so without a word: the host ran out of memory")
     if run.rows and "peak_memory_gib" in run.rows[-1] and run.facts.get("device") == "cpu":
         hosts = run.facts.get("hosts") or [""]
         peak, ranks = run.rows[-1]["peak_memory_gib"], max(hosts.count(host) for host in hosts)
@@ -105,7 +104,7 @@ def _killed(run: Run, spare: memory.Layout | None) -> Finding:
         )
     on_cpu = run.facts.get("device", "cpu") == "cpu"
     found = _estimated(run, evidence, ["see in `dmesg | grep -i oom` on that host"], None, on_cpu, spare)
-    return Finding("out_of_memory", 0.9, "killed, most likely by the kernel for memory", *found)
+    return Finding("out_of_memory", 1.0, "killed by the kernel: the host ran out of memory", *found)
 
 
 def _estimated(
@@ -141,9 +140,9 @@ def _died(run: Run) -> Finding:
     said = (run.failure or {}).get("error")
     evidence = [_where(run), f"said at the end: {_short(said)}", *_saved(run)]
     changes = [
-        f"read {run.folder}/logs/ of that rank",
-        "status -7 or SIGBUS: /dev/shm is full; -11 or SIGSEGV: a compiled op: "
-        "`python -m dstrain doctor` checks both",
+        f"the end of that rank's log in {run.folder}/logs/ has its stacks, those of a crash too",
+        "`dmesg | tail` on that host: the kernel names what it killed for memory and what crashed",
+        "`python -m dstrain doctor` checks memory, /dev/shm, compiled ops and the host",
         "start the same command again: it goes on from the newest checkpoint",
     ]
     return Finding(
@@ -153,7 +152,8 @@ def _died(run: Run) -> Finding:
 
 def _hung(run: Run) -> Finding:
     failure = run.failure or {}
-    evidence = [_where(run), _short(failure.get("error")), *_saved(run)]
+    stands = str(failure.get("traceback", "")).splitlines()[:8]
+    evidence = [_where(run), _short(failure.get("error")), *map(_short, stands), *_saved(run)]
     changes = [
         f"the stacks of all ranks are in {run.folder}/logs/rank-N.log: look at the rank that is not in a "
         "collective",

@@ -256,8 +256,8 @@ def row_steps(run: Run) -> list[int]:
 
 def _raise_rate(run: Run) -> str:
     return (
-        f"train.learning_rate: {max(row['lr'] for row in run.rows):.1e} is too small; new models take 1e-4 to "
-        "3e-3, saved ones 1e-6 to 1e-4"
+        f"train.learning_rate: {max(row['lr'] for row in run.rows):.1e} is too small; new models take 1e-4 "
+        "to 3e-3, saved ones 1e-6 to 1e-4"
     )
 
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -46,7 +48,8 @@ class Run:
     options: dict[str, Any] = field(default_factory=dict)  # by dotted key, with what is in force
     ds: dict[str, Any] = field(default_factory=dict)  # as the engine got it
     failure: dict[str, Any] | None = None  # of the last start
-    logs: dict[int, str] = field(default_factory=dict)  # the end of each rank's
+    logs: dict[int, str] = field(default_factory=dict)  # the end of each rank's, of the last start
+    command: tuple[Path, list[str]] | None = None  # its working directory and arguments
     saved: int | None = None  # newest checkpoint's step
     live: bool = False
 
@@ -89,7 +92,8 @@ def read(folder: Path) -> Run:
     logs = {}
     for file in sorted((folder / "logs").glob("rank-*.log")):
         if file.stem[5:].isdigit():
-            logs[int(file.stem[5:])] = file.read_text(encoding="utf-8", errors="replace")[-_TAIL:]
+            logs[int(file.stem[5:])] = _last_start(file)
+    command = re.search(r"(?m)^--- in (.*?): (.*train\.py .*)$", logs.get(0, ""))
     return Run(
         folder,
         rows=[row for row in rows if "loss" in row and "step" in row],
@@ -100,10 +104,18 @@ def read(folder: Path) -> Run:
         options=options,
         ds=_json(folder / "resolved" / "ds_config.json") or _json(folder / "ds_config.json"),
         failure=_failure(folder / "logs" / "failure.json", starts),
-        logs=logs,
+        logs={rank: text[-_TAIL:] for rank, text in logs.items()},
+        command=(Path(command.group(1)), shlex.split(command.group(2))[1:]) if command else None,
         saved=max(steps, default=None),
         live=_is_locked(folder / ".lock"),
     )
+
+
+def _last_start(file: Path) -> str:
+    """Return a rank's log since the run was last started."""
+    text = file.read_text(encoding="utf-8", errors="replace")
+    starts = [found.start() for found in re.finditer(r"(?m)^--- \S+ rank \d+ on ", text)]
+    return text[starts[-1] :] if starts else text
 
 
 def _failure(file: Path, starts: list[dict[str, Any]]) -> dict[str, Any] | None:

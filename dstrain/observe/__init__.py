@@ -5,6 +5,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from dstrain import distributed, fragments
 from dstrain.observe import health
 from dstrain.observe.console import Console
@@ -152,26 +154,27 @@ class Observer:
         stalls = self.extra.get("checkpoint_stall_s", 0.0) + values.get("checkpoint_stall_s", 0.0)
         self.extra = dict(values) | ({"checkpoint_stall_s": stalls} if stalls else {})
 
-    def interrupted(self, step: int, preempted: bool) -> None:
+    def interrupted(self, step: int, preempted: bool, wall_s: float) -> None:
         """Say that the run stops early, and close everything; W&B learns if it is to go on elsewhere."""
         if self.trackers and preempted:
             self.trackers.mark_preempting()
         why = "a signal" if preempted else "the file STOP"
         self._event("interrupted", step, by=why)
-        self._close()
+        self._close(wall_s)
         self.say(f"stopped after step {step} by {why}; saved, and the same command goes on")
 
     def say(self, text: str) -> None:
         """Print for people."""
         self.console.say(text)
 
-    def finish(self) -> None:
-        """Close everything and draw the loss curve."""
+    def finish(self, wall_s: float) -> None:
+        """Close everything and draw the loss curve. wall_s: of the whole run, its earlier starts too."""
         self._event("finished", self.max_steps)
-        self._close()
+        self._close(wall_s)
 
-    def _close(self) -> None:
+    def _close(self, wall_s: float) -> None:
         self.console.stop()
+        self.say(f"{'trained for':<10} {tqdm.format_interval(wall_s)}, evaluation and saves among it")
         if self.trackers:
             self.trackers.finish()
         if self.is_main:

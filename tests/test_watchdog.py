@@ -1,0 +1,274 @@
+"""A rank that sleeps, dies, raises, runs out of memory or skips a collective: one screen, and no process hangs."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from running import REPOSITORY, launch, metrics, tiny_recipe
+
+from dstrain import distributed, failure, logs
+from dstrain.failure import DIED, HUNG, Failure
+from dstrain.watchdog import guard, look
+
+STEP = 6
+QUICK = {"max_steps": 50, "train_timeout_seconds": 6.0, "init_timeout_seconds": 60.0}
+
+
+def run(folder, kind, ranks=2, env=None, **train):
+    """Train with a fault, and return the process, its failure, and how long after the fault it ended."""
+    recipe = tiny_recipe(folder, train=QUICK | train)
+    fault = {"FAULT": json.dumps({"kind": kind, "rank": ranks - 1, "step": STEP})}
+    process = launch(
+        "--config", recipe, launcher="deepspeed" if ranks > 1 else "python", ranks=ranks,
+        script=REPOSITORY / "tests" / "faults.py", env=fault | (env or {}), timeout=200,
+    )  # fmt: skip
+    return process, failure.read(folder / "run")
+
+
+def own_lines(process):
+    """What a user sees on the screen without the launcher's line about its command."""
+    return [
+        line for line in process.stderr.splitlines() if "[launch.py" not in line and "accelerator" not in line
+    ]
+
+
+def rank_log(folder, rank):
+    return (folder / "run" / "logs" / f"rank-{rank}.log").read_text()
+
+
+def gone(recipe_folder):
+    """Whether no process of a run is left."""
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(recipe_folder).encode() in file.read_bytes() and b"faults.py" in file.read_bytes():
+                return False
+        except OSError:
+            continue
+    return True
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises(tmp_path):
+    """Its own traceback and one line are all that is on the screen; the log of the other says why it ended."""
+    process, failed = run(tmp_path, "raise")
+    assert process.returncode == 1
+    lines = own_lines(process)
+    assert lines[-1].startswith("error: rank 1 on ")
+    assert f"step {STEP}: ValueError: the fault that was planted" in lines[-1]
+    assert process.stderr.count("Traceback") == 1
+    assert len(lines) < 25
+    assert (failed.kind, failed.rank, failed.step, failed.status) == ("error", 1, STEP, 1)
+    assert "Traceback" in failed.traceback
+    assert "the fault that was planted" in rank_log(tmp_path, 0)
+    assert "the fault that was planted" in rank_log(tmp_path, 1)
+    assert f"step {STEP - 1}/50" in rank_log(tmp_path, 0)
+    assert gone(tmp_path)
+    told = subprocess.run(
+        [sys.executable, "-m", "dstrain", "last-failure", "--config", tmp_path / "recipe.yaml", "--zero_stage", "2"],
+        cwd=REPOSITORY, capture_output=True, text=True,
+    )  # fmt: skip
+    assert told.stderr.strip() == failed.text()
+    # A run that goes on and ends well has no failure any more.
+    again = launch("--config", tmp_path / "recipe.yaml", "train.max_steps=5", launcher="torchrun", ranks=2)
+    assert again.returncode == 0, again.stderr
+    assert failure.read(tmp_path / "run") is None
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_before_training(tmp_path):
+    process, failed = run(tmp_path, "at start")
+    assert process.returncode == 1
+    assert own_lines(process)[-1].startswith("error: rank 1 on ")
+    assert process.stderr.count("Traceback") == 1
+    assert (failed.rank, failed.phase) == (1, "start-up")
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed(tmp_path):
+    process, failed = run(tmp_path, "die")
+    assert process.returncode != 0
+    (line,) = own_lines(process)
+    assert line.startswith("error: rank 1 on ")
+    assert "ended without a word: its process" in line
+    assert "a signal or a crash ended it" in line
+    assert (failed.kind, failed.rank, failed.status) == ("died", 1, DIED)
+    assert gone(tmp_path)
+
+
+@pytest.fixture
+def memory_group():
+    """A group of processes that may have 256 MiB of memory in all."""
+    one, two = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    parent, limit = (one, "memory.limit_in_bytes") if one.is_dir() else (two, "memory.max")
+    folder = parent / f"dstrain-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / limit).write_text(str(256 * 2**20))
+        (folder / "cgroup.procs").read_text()
+    except OSError as error:
+        pytest.skip(f"{folder}: no right to limit memory: {error.strerror}")
+    yield folder
+    for _ in range(50):
+        try:
+            folder.rmdir()
+            break
+        except OSError:
+            time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_rank_without_memory(tmp_path, memory_group):
+    """The kernel kills it, which is told apart from other signals."""
+    process, failed = run(tmp_path, "eat", env={"MEMORY_GROUP": str(memory_group)})
+    assert process.returncode != 0
+    (line,) = own_lines(process)
+    assert "the kernel ended 1 process here for lack of memory" in line
+    assert (failed.kind, failed.rank, failed.step) == ("died", 1, STEP)
+
+
+@pytest.mark.slow
+def test_a_rank_that_sleeps(tmp_path):
+    """The one that is behind is named, with the line it is at; every rank's stacks are in its log."""
+    process, failed = run(tmp_path, "sleep")
+    assert process.returncode == HUNG
+    lines = own_lines(process)
+    assert lines[-1].startswith(f"error: hung in step {STEP}, no progress for 6 s: rank 1 on ")
+    assert "is behind, in faulty (tests/faults.py:" in lines[-1]
+    assert "in collective" in next(line for line in lines if line.startswith("rank 0 on "))
+    assert "all_reduce_sum (dstrain/distributed.py" in lines[0]
+    assert (failed.kind, failed.rank, failed.status) == ("hung", 1, HUNG)
+    for rank in (0, 1):
+        assert "most recent call first" in rank_log(tmp_path, rank)
+    assert "faults.py" in rank_log(tmp_path, 1)
+    assert gone(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_rank_that_skips_a_collective(tmp_path):
+    process, failed = run(tmp_path, "skip")
+    assert process.returncode == HUNG
+    assert "the ranks are in different collectives: all_reduce of " in own_lines(process)[-1]
+    assert failed.kind == "hung"
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_stands_still_alone(tmp_path):
+    process, failed = run(tmp_path, "evaluation", ranks=1, init_timeout_seconds=15.0)
+    assert process.returncode == HUNG
+    assert "hung in evaluation, no progress for 15 s: in <lambda> (tests/faults.py:" in own_lines(process)[-1]
+    assert (failed.phase, failed.rank) == ("evaluation", 0)
+
+
+def test_limits_are_learnt(process_group):
+    """Of a step: ten times the longest so far, at least two minutes, without the first, which compiles."""
+    watch = guard.Guard(distributed.World(0, 1, 0, 1), 1800.0, None)
+    try:
+        assert watch.limit() == 1800.0
+        for step, seconds in enumerate((500.0, 1.0, 30.0, 20.0, 0.0), 1):
+            watch.enter("step", step)
+            assert watch.limit() == pytest.approx(1800.0 if step < 5 else 300.0, abs=1)
+            watch.since -= seconds
+        watch.enter("evaluation", 5)
+        assert watch.limit() == 1800.0
+        watch.since -= 2
+        watch.enter("evaluation", 6)
+        assert watch.limit() == guard.FLOOR_S
+        watch.enter("export", 6)
+        assert watch.limit() == 1800.0
+        watch.step_s = 7.0
+        watch.enter("step", 7)
+        assert watch.limit() == 7.0
+    finally:
+        watch.stop()
+
+
+def place(step, number, ended, name="all_reduce of 4 elements"):
+    return {"step": step, "number": number, "ended": ended, "name": name, "text": f"at {number}"}
+
+
+@pytest.mark.parametrize(
+    ("places", "last", "says"),
+    [
+        ({0: place(5, 9, False), 1: place(5, 8, True)}, [1], "rank 1 on b is behind, at 8"),
+        ({0: place(5, 9, False), 1: place(4, 9, False)}, [1], "rank 1 on b is behind"),
+        ({0: place(5, 9, False), 1: place(5, 9, True)}, [0], "rank 0 on a is behind"),
+        ({0: place(5, 9, False)}, [1], "rank 1 on b is behind, not even its watchdog can run"),
+        ({0: place(5, 9, False), 1: place(5, 9, False)}, [0, 1], "all ranks stand alike, at 9"),
+        (
+            {0: place(5, 9, False), 1: place(5, 9, False, "barrier")}, [0, 1],
+            "the ranks are in different collectives: all_reduce of 4 elements and barrier",
+        ),
+    ],
+)  # fmt: skip
+def test_who_is_behind(places, last, says):
+    assert look.behind(places, 2) == last
+    assert look.blame(places, ["a", "b"]).startswith(says)
+
+
+def test_where_a_thread_stands():
+    def sleeps():
+        started.set()
+        threading.Event().wait(5)
+
+    started = threading.Event()
+    thread = threading.Thread(target=sleeps, daemon=True)
+    thread.start()
+    started.wait()
+    time.sleep(0.1)
+    assert "wait (python3.11/threading.py" in (text := look.where(thread.ident)), text
+    assert "sleeps (tests/test_watchdog.py:" in text
+
+
+def test_a_process_is_dead_before_its_parent_knows():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert not look.dead(process.pid)
+    process.kill()
+    deadline = time.monotonic() + 10
+    while not look.dead(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.wait()
+    assert look.dead(process.pid)
+
+
+def test_the_first_failure_stays(tmp_path):
+    first = Failure("error", 3, "ValueError: x", 1, host="b", step=7, phase="step")
+    assert failure.record(tmp_path, first)
+    assert not failure.record(tmp_path, Failure("died", 0, "y", DIED, host="a"))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "failure.json").rename(tmp_path / "logs" / "failure.json")
+    assert failure.read(tmp_path) == first
+    assert first.text() == "error: rank 3 on b, step 7: ValueError: x"
+    (tmp_path / "logs" / "failure.json").write_text("{")
+    assert failure.read(tmp_path) is None
+
+
+def test_a_log_has_the_last_form_of_a_line(tmp_path, capsys):
+    log = logs.RankLog(tmp_path, 0)
+    try:
+        sys.stdout.write("a bar  10 %\ra bar  90 %\ra bar 100 %\n")
+        print("done")
+    finally:
+        log.close()
+    print("not in it")
+    text = (tmp_path / "rank-0.log").read_text().splitlines()
+    assert text[1:] == ["a bar 100 %", "done"]
+    assert "10 %" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_ranks_are_not_held_up(tmp_path):
+    """A run with all its phases ends well under the shortest limits that it keeps."""
+    recipe = tiny_recipe(
+        tmp_path, train=QUICK | {"max_steps": 8, "train_timeout_seconds": 30.0},
+        checkpoint={"save_steps": 3, "export": True}, eval={"eval_steps": 4},
+    )  # fmt: skip
+    process = launch("--config", recipe, launcher="torchrun", ranks=2)
+    assert process.returncode == 0, process.stderr
+    assert len(metrics(tmp_path / "run")) == 9
+    assert rank_log(tmp_path, 1).count("\n") == 1  # who it is, and nothing that other ranks say as well
