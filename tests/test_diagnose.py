@@ -136,7 +136,7 @@ EXPECTED = {
     "cpu_memory": ("out_of_memory", ("out of memory on the host", "at most that much short", "logits 0.50")),
     "early": (
         "out_of_memory",
-        ("phase start-up", "0.94 GiB short", "estimated need of a rank", "micro_batch_size_per_gpu="),
+        ("phase start-up", "0.94 GiB short", "estimated need of a rank", "zero3_offload.json"),
     ),
     "raises": ("error", ("No space left on device", "raised in", "save_total_limit=1")),
     "stopped": ("interrupted", ("by the file STOP", "newest checkpoint: step 1", "the same command again")),

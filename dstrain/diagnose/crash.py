@@ -52,7 +52,7 @@ def _where(run: Run) -> str:
     rank, host = failure.get("rank"), failure.get("host")
     who = f"rank {rank} ({host})" if host else run.host(rank)
     step = failure.get("step")
-    at = f", step {step}" if step is not None else f", after step {run.last_step}" if run.rows else ""
+    at = f", step {step}" if step else f", after step {run.last_step}" if run.rows else ""
     return f"{who}{at}, phase {failure['phase']}" if failure.get("phase") else f"{who}{at}"
 
 
@@ -124,9 +124,13 @@ def _estimated(
     parts, total = memory.parts_gib(own), memory.total_gib(own)
     listed = ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items() if gib >= 0.005)
     evidence.append(f"estimated need of a rank: {total:.2f} GiB ({listed})")
-    needed = max(short or 0.0, total - capacity if capacity else 0.0)
+    starting = (run.failure or {}).get("phase") == "start-up"
+    held = memory.total_gib(own, starting)
+    needed = max(short or 0.0, held - capacity if capacity else 0.0)
+    if starting:
+        evidence.append(f"before the first step there are no activations yet: {held:.2f} GiB of it")
     key = not (run.options.get("train.global_batch_size") or run.options.get("train.global_batch_tokens"))
-    found = memory.changes(own, needed * _MARGIN, on_cpu=on_cpu, key_for_gas=key)
+    found = memory.changes(own, needed * _MARGIN, on_cpu=on_cpu, key_for_gas=key, starting=starting)
     lines = []
     for change in found:
         fits = needed and change.saves_gib >= needed * _MARGIN

@@ -134,9 +134,12 @@ def parts_gib(own: Layout) -> dict[str, float]:
     return {name: value / GIB for name, value in parts.items()}
 
 
-def total_gib(own: Layout) -> float:
-    """Return the estimate for one rank's device, in GiB."""
-    return sum(parts_gib(own).values())
+STATES = ("weights", "gradients", "optimizer", "buckets")  # what is there before the first step
+
+
+def total_gib(own: Layout, starting: bool = False) -> float:
+    """Return the estimate for one rank's device, in GiB; starting: before the first step."""
+    return sum(gib for name, gib in parts_gib(own).items() if not starting or name in STATES)
 
 
 @dataclass(frozen=True)
@@ -148,15 +151,17 @@ class Change:
     saves_gib: float
 
 
-def changes(own: Layout, needed_gib: float, *, on_cpu: bool, key_for_gas: bool = True) -> list[Change]:
+def changes(
+    own: Layout, needed_gib: float, *, on_cpu: bool, key_for_gas: bool = True, starting: bool = False
+) -> list[Change]:
     """Return single changes that save memory, cheapest first. needed_gib: what has to be saved.
 
-    key_for_gas: whether the accumulation has to be named; a recipe with a global batch derives it.
+    starting: whether it has to be saved before the first step, when there are no activations yet. key_for_gas: whether the accumulation has to be named; a recipe with a global batch derives it.
     """
     found = []
 
     def offer(how: str, cost: str, **new: Any) -> None:
-        saved = total_gib(own) - total_gib(replace(own, **new))
+        saved = total_gib(own, starting) - total_gib(replace(own, **new), starting)
         if saved > 0.001:
             found.append(Change(how, cost, saved))
 
