@@ -5,7 +5,7 @@ valid tokens in them), so how a global batch is split into micro batches and ran
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class StepResult:
     valid_tokens: int  # in the loss
     skipped: bool  # fp16 overflow: the loss scale was lowered and no weight changed
     asked: tuple[bool, ...] = ()  # what any rank was asked for
-    collective_s: float = 0.0  # of this rank, see clock.py
+    collective_s: float = field(default=0.0, compare=False)  # of this rank, see clock.py
 
 
 def train_step(engine: Any, batches: Sequence[Batch], asked: Sequence[bool] = ()) -> StepResult:

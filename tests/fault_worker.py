@@ -118,6 +118,11 @@ def infinite_gradient(world):
     return on_gradients(lambda gradient, step: gradient * (float("inf") if step == 15 else 1))
 
 
+def overflow(world):
+    """From the tenth step on, as fp16 sees it."""
+    return on_gradients(lambda gradient, step: gradient * (float("inf") if step >= 10 else 1))
+
+
 def cuda_memory(world):
     def fail(engine, batches):
         if engine.global_steps == 2:

@@ -156,7 +156,8 @@ def changes(
 ) -> list[Change]:
     """Return single changes that save memory, cheapest first. needed_gib: what has to be saved.
 
-    starting: whether it has to be saved before the first step, when there are no activations yet. key_for_gas: whether the accumulation has to be named; a recipe with a global batch derives it.
+    starting: whether it has to be saved before the first step, when there are no activations yet.
+    key_for_gas: whether the accumulation has to be named; a recipe with a global batch derives it.
     """
     found = []
 
