@@ -145,7 +145,7 @@ def last_failure(
     recipe, _ = load_recipe(config, overrides)
     failed = failure.read(Path(recipe.output_dir).expanduser())
     if failed:
-        typer.echo(failed.text(), err=True)
+        typer.echo(failed.text())
 
 
 @app.command(context_settings={"allow_extra_args": True})

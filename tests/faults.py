@@ -40,6 +40,11 @@ def plant(kind: str, rank: int, step: int) -> None:
         return original(engine, *rest)
 
     train.train_step = faulty
+    if kind == "own folder":
+        watchdog._SHARED_S = 2.0
+        sys.argv += (
+            [f"output_dir={Path(os.environ['OWN_FOLDER'])}"] if mine and "OWN_FOLDER" in os.environ else []
+        )
     if kind == "at start" and mine:
         train.model.build = lambda *rest: (_ for _ in ()).throw(ValueError("the fault that was planted"))
     if kind == "evaluation" and mine:

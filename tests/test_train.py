@@ -40,7 +40,7 @@ def test_what_a_run_shows_and_leaves(straight):
     assert rows[0]["eval_loss"] == pytest.approx(math.log(4096), rel=0.02)
     assert rows[4]["eval_loss"] < rows[0]["eval_loss"]
     assert rows[4]["tokens_seen"] == 4 * 2 * 64
-    assert {path.name for path in run.iterdir()} >= {"recipe.yaml", "ds_config.json", "resolved", "loss.png"}
+    assert {path.name for path in run.iterdir()} >= {"recipe.yaml", "ds_config.json", "resolved", "logs"}
     assert {path.name for path in (run / "checkpoints").iterdir()} >= {"step-2", "step-4", "latest"}
     assert process.stderr == ""
     lines = process.stdout.splitlines()
@@ -56,7 +56,9 @@ def test_what_a_run_shows_and_leaves(straight):
         "step",
         "step",
         "eval",
+        "trained",
     ]
+    assert (run / "logs" / "rank-0.log").read_text().splitlines()[1:] == lines
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

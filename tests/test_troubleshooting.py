@@ -21,6 +21,7 @@ from dstrain import distributed, watchdog
 from dstrain.parity.jobs import Job, run_jobs
 
 pytestmark = pytest.mark.slow
+WORKER = REPOSITORY / "tests" / "fault_worker.py"
 DOCUMENT = REPOSITORY / "docs" / "troubleshooting.md"
 SMALL = [
     "model.config.num_hidden_layers=1",
@@ -45,16 +46,18 @@ def place(tmp_path_factory) -> Path:
     shutil.copytree(REPOSITORY / "recipes" / "quickstart", recipe.parent)
     body = yaml.safe_load(recipe.read_text())
     body["model"]["config"] |= {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64}
-    body["data"] |= {"train": "data/factbook_docs_eval.jsonl", "max_seq_length": 64}
+    body["data"] |= {"train": "data/factbook_docs_eval.jsonl", "eval": "data/few.jsonl", "max_seq_length": 64}
+    lines = (recipe.parent / "data" / "factbook_docs_eval.jsonl").read_text().splitlines()
+    few = [json.dumps({"text": json.loads(line)["text"][:200]}) for line in lines]
+    (recipe.parent / "data" / "few.jsonl").write_text("\n".join(few))
     recipe.write_text(yaml.safe_dump(body))
     jobs = []
     for name in ("quickstart", "reference"):
         (folder / "jobs" / name).mkdir(parents=True)
         more = (f"output_dir={folder / 'runs' / name}", "train.max_steps=4", "checkpoint.export=false")
-        jobs.append(
-            Job(folder / "jobs" / name, 1, ("--config", str(recipe.parent), "logging.logging_steps=1", *more))
-        )
-    assert run_jobs(jobs, folder / "jobs" / "launches") == [None, None]
+        arguments = ("none", "--config", str(recipe.parent), "logging.logging_steps=1", *more)
+        jobs.append(Job(folder / "jobs" / name, 1, arguments))
+    assert run_jobs(jobs, folder / "jobs" / "launches", worker=WORKER) == [None, None]
     return folder
 
 
@@ -94,8 +97,8 @@ def test_a_documented_command_runs(place, monkeypatch, capsys, line):
 
 def in_process(monkeypatch, capsys, words) -> str:
     """Run train.py's main without another start of Python."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_SIZE", "1")):
+        monkeypatch.setenv(name, value)
     gc.collect()
     try:
         train.main(train.parse_args(words), distributed.World(0, 1, 0, 1))
