@@ -131,7 +131,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> int:
     if world.is_main:
         lock = lock or run_folder.lock(output_dir)  # held as long as the process lives
         run.keep(output_dir)
-    observer.start(logs.report_to, logs.project, logs.run_name, options, wandb_id)
+    observer.start(engine, loader, logs.report_to, logs.project, logs.run_name, options, wandb_id)
 
     how = recipe.checkpoint.model_dump(include={"save_total_limit", "async_save", "save_optimizer"})
     saver = checkpoint.Saver(output_dir, world, **how)

@@ -179,6 +179,23 @@ def parity(
         raise SystemExit(1)
 
 
+@app.command(context_settings={"allow_extra_args": True})
+def diagnose(
+    context: typer.Context,
+    run: Annotated[Path, typer.Argument(help="Output folder of a run")],
+    against: Annotated[Path | None, typer.Option(help="Run to compare with, step by step")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Recipe of a run that left none; its overrides may follow")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines")] = False,
+) -> None:
+    """Say what happened to a run, most likely first, and what to change."""
+    from dstrain import diagnose as told
+
+    result = told.diagnose(run, against, told.requested_layout(run, config, context.args))
+    typer.echo(json.dumps(result, indent=2) if as_json else told.screen(result))
+
+
 @app.command()
 def unigram(
     config: Annotated[Path, typer.Option(help="Recipe with training and held-out sources")],

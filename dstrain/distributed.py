@@ -8,6 +8,7 @@ import random
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 import transformers
 
-from dstrain import rendezvous
+from dstrain import clock, rendezvous
 from dstrain.errors import UserError
 
 os.environ.setdefault(
@@ -226,8 +227,16 @@ def set_rng_state(state: dict[str, torch.Tensor]) -> None:
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Sum a tensor over all ranks, in place."""
-    torch.distributed.all_reduce(tensor)
+    with clock.collectives:
+        torch.distributed.all_reduce(tensor)
     return tensor
+
+
+def gather_numbers(values: Sequence[float], device: Any = None) -> list[list[float]]:
+    """Return every rank's numbers, in rank order, on every rank. All give equally many."""
+    table = torch.zeros(torch.distributed.get_world_size(), len(values), dtype=torch.float64, device=device)
+    table[torch.distributed.get_rank()] = torch.tensor(values, dtype=torch.float64)
+    return all_reduce_sum(table).tolist()
 
 
 def gather(value: Any) -> list[Any]:
@@ -240,6 +249,11 @@ def gather(value: Any) -> list[Any]:
 def ranks_where(condition: bool) -> list[int]:
     """Return the ranks on which `condition` holds."""
     return [rank for rank, holds in enumerate(gather(condition)) if holds]
+
+
+def clock_collectives() -> None:
+    """Let `clock.collectives` count from now on what DeepSpeed's and our own collectives take."""
+    clock.install(deepspeed.comm.comm.cdb, on_cpu())
 
 
 def barrier() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import os
+import shlex
 import socket
 import sys
 from pathlib import Path
@@ -39,6 +40,7 @@ class RankLog:
         self.file = self.path.open("a", encoding="utf-8", errors="replace", buffering=1)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.file.write(f"--- {now} rank {rank} on {socket.gethostname()}, process {os.getpid()}\n")
+        self.file.write(f"--- in {os.getcwd()}: {shlex.join(sys.argv)}\n")
         self._streams = sys.stdout, sys.stderr
         self._screen: list[int] = []
         sys.stdout.flush()

@@ -16,6 +16,7 @@ from dstrain.errors import UserError
 _MAY_CHANGE = (
     "output_dir",
     "deepspeed",
+    "model.gradient_checkpointing",  # changes no bit
     "train.max_steps",
     "train.num_train_epochs",
     "train.init_timeout_seconds",

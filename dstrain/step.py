@@ -5,12 +5,12 @@ valid tokens in them), so how a global batch is split into micro batches and ran
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from dstrain import distributed
+from dstrain import clock, distributed
 
 Batch = dict[str, torch.Tensor]
 
@@ -54,6 +54,7 @@ class StepResult:
     valid_tokens: int  # in the loss
     skipped: bool  # fp16 overflow: the loss scale was lowered and no weight changed
     asked: tuple[bool, ...] = ()  # what any rank was asked for
+    collective_s: float = field(default=0.0, compare=False)  # of this rank, see clock.py
 
 
 def train_step(engine: Any, batches: Sequence[Batch], asked: Sequence[bool] = ()) -> StepResult:
@@ -61,6 +62,7 @@ def train_step(engine: Any, batches: Sequence[Batch], asked: Sequence[bool] = ()
 
     asked: requests to this rank; the result has those to any. Raises NonFinite, on all ranks together.
     """
+    before_s = clock.collectives.read()
     if not engine.module.training:  # a loaded model is in evaluation mode: no dropout, no checkpointing
         engine.train()
     batches = [{name: tensor.to(engine.device) for name, tensor in batch.items()} for batch in batches]
@@ -103,7 +105,8 @@ def train_step(engine: Any, batches: Sequence[Batch], asked: Sequence[bool] = ()
     if not _finite(norm) and not engine.fp16_enabled():
         raise NonFinite("gradient", distributed.ranks_where(True), applied=not skipped)
     aux_loss = None if aux_coef is None else aux_loss
-    return StepResult(loss, aux_loss, norm, lr, tokens, valid, skipped, tuple(map(bool, asked)))
+    spent_s = clock.collectives.read() - before_s
+    return StepResult(loss, aux_loss, norm, lr, tokens, valid, skipped, tuple(map(bool, asked)), spent_s)
 
 
 def _norm_before_step(engine: Any) -> float | None:

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from running import launch, losses, metrics, tiny_recipe
+from running import REPOSITORY, launch, losses, metrics, tiny_recipe
 
 from dstrain import doctor
+from dstrain.diagnose import diagnose
+from dstrain.parity.jobs import Job, run_jobs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,3 +73,22 @@ def test_doctor_of_a_gpu(tmp_path):
     assert "model states alone take" in seen["GPU memory"] or "in use by others" in seen["GPU memory"]
     if devices > 1:
         assert "nccl" in seen["all-reduce latency"]
+
+
+def test_a_collapsed_loss_scale_is_diagnosed(tmp_path):
+    """Gradients that overflow at any scale: steps are skipped, the scale falls to 1, and DeepSpeed gives up."""
+    recipe = tiny_recipe(tmp_path, deepspeed="zero1_fp16.json", train={"max_steps": 60})
+    arguments = ("overflow", "--config", str(recipe), "deepspeed.fp16.hysteresis=1")
+    worker = REPOSITORY / "tests" / "fault_worker.py"
+    assert run_jobs([Job(tmp_path, 1, arguments)], tmp_path / "launches", worker=worker) == [None]
+    (collapsed, *_) = diagnose(tmp_path / "run")["findings"]
+    assert (collapsed["kind"], collapsed["title"]) == ("scale", "the fp16 loss scale collapsed")
+    assert any("loss scale 65536 at first" in line for line in collapsed["evidence"])
+
+
+def test_time_in_collectives_is_read_from_events(tmp_path):
+    recipe = tiny_recipe(tmp_path, train={"max_steps": 8}, deepspeed="zero3.json")
+    assert launch("--config", recipe, launcher="deepspeed").returncode == 0
+    rows = [row for row in metrics(tmp_path / "run") if "collective_s" in row]
+    assert len(rows) == 8
+    assert all(0 <= row["collective_s"] < row["step_time_s"] for row in rows)

@@ -23,7 +23,8 @@ ALLOWED = {
     "ds_config": {"errors", "ds_keys", "ds_fill", "ds_optim"},
     "fingerprint": set(),
     "rendezvous": {"errors", "fingerprint"},
-    "distributed": {"errors", "rendezvous"},
+    "clock": set(),
+    "distributed": {"clock", "errors", "rendezvous"},
     "failure": set(),
     "logs": set(),
     "watchdog": {"distributed", "errors", "failure", "logs", "watchdog"},
@@ -35,13 +36,13 @@ ALLOWED = {
     "dtypes": set(),
     "probe": {"errors"},
     "schedule": set(),
-    "step": {"distributed"},
+    "step": {"clock", "distributed"},
     "control": set(),
     "fragments": set(),
     "checkpoint": {"errors", "distributed", "fragments", "checkpoint"},
     "run_folder": {"errors", "distributed", "checkpoint"},
     "ops": {"errors"},
-    "observe": {"errors", "observe"},
+    "observe": {"errors", "distributed", "fragments", "observe"},
     "tokenizer": {"errors"},
     "gguf": {"errors"},
     # What train.py and the commands have in common, and what launches train.py.
@@ -51,7 +52,8 @@ ALLOWED = {
         *("checkpoint", "config", "data", "distributed", "doctor", "ds_config", "errors", "fingerprint"),
         *("model", "observe", "ops", "request", "run_folder"),
     },
-    "parity": {"errors", "data", "distributed", "model", "request", "parity"},
+    "diagnose": {"errors", "request", "diagnose"},
+    "parity": {"errors", "data", "distributed", "model", "request", "parity", "watchdog"},
 }
 
 

@@ -1,6 +1,7 @@
 """How fast a run is: tokens per second, step time, time spent waiting for data, MFU, peak memory."""
 
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,15 +42,36 @@ class Meter:
     tokens: int = 0
     step_s: float = 0.0
     wait_s: float = 0.0
+    collective_s: float = 0.0
+    skipped: int = 0
 
-    def add(self, loss: float, valid_tokens: int, tokens: int, step_s: float, wait_s: float) -> None:
-        """Count one optimizer step. loss: mean over `valid_tokens`. step_s: all of it, `wait_s` for data."""
+    def add(
+        self,
+        loss: float,
+        valid_tokens: int,
+        tokens: int,
+        step_s: float,
+        wait_s: float,
+        collective_s: float = 0.0,
+        skipped: bool = False,
+    ) -> None:
+        """Count one optimizer step.
+
+        loss: mean over `valid_tokens`. step_s: all of it, `wait_s` for data, `collective_s` in collectives.
+        """
         self.steps += 1
         self.loss_sum += loss * valid_tokens
         self.valid_tokens += valid_tokens
         self.tokens += tokens
         self.step_s += step_s
         self.wait_s += wait_s
+        self.collective_s += collective_s
+        self.skipped += skipped
+
+    @property
+    def times(self) -> tuple[float, float, float]:
+        """This rank's seconds a step since the last reading: all, waiting for data, in collectives."""
+        return self.step_s / self.steps, self.wait_s / self.steps, self.collective_s / self.steps
 
     def read(self) -> dict[str, float]:
         """Return the means since the last reading, and start anew."""
@@ -63,11 +85,36 @@ class Meter:
             "valid_tokens": self.valid_tokens,
             "peak_memory_gib": peak_memory_gib(),
         }
+        if self.skipped:
+            reading["skipped_steps"] = self.skipped
         if self.peak_tflops and self.flops_per_token:
             reading["mfu"] = tokens_per_s * self.flops_per_token / (self.world_size * self.peak_tflops * 1e12)
         self.steps, self.loss_sum, self.valid_tokens, self.tokens = 0, 0.0, 0, 0
-        self.step_s = self.wait_s = 0.0
+        self.step_s = self.wait_s = self.collective_s = 0.0
+        self.skipped = 0
         return reading
+
+
+def over_ranks(times: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return what the ranks' times say, from (step, waiting for data, in collectives) of each, in seconds.
+
+    Ranks take the same time for a step, as they wait for one another in collectives; one that is slow shows
+    by being busy longer. The one that waits least in collectives tells what the transfers alone take.
+    """
+    waits, collective = [wait for _, wait, _ in times], [spent for *_, spent in times]
+    busy = [max(step - wait - spent, 0.0) for step, wait, spent in times]
+    found = {"busy_s": sum(busy) / len(times), "collective_s": sum(collective) / len(times)}
+    if len(times) == 1:
+        return found
+    slowest, latest = busy.index(max(busy)), waits.index(max(waits))
+    return found | {
+        "collective_min_s": min(collective),
+        "busy_max_s": busy[slowest],
+        "busy_max_rank": slowest,
+        "busy_others_s": (sum(busy) - busy[slowest]) / (len(busy) - 1),
+        "data_wait_max_s": waits[latest],
+        "data_wait_max_rank": latest,
+    }
 
 
 def peak_memory_gib() -> float:

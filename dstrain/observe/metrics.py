@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a logged step, appended as it happens."""
+"""metrics.jsonl and logs/events.jsonl: one JSON object a line, appended as it happens."""
 
 import json
 from collections.abc import Mapping
@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 
-class MetricsFile:
-    """The file of one run; without a folder, on ranks other than the first, nothing is written."""
+class RowsFile:
+    """One such file of a run; without a path, on ranks other than the first, nothing is written."""
 
-    def __init__(self, output_dir: Path | None, resumed_step: int | None) -> None:
+    def __init__(self, file: Path | None, resumed_step: int | None) -> None:
         """Open the file; rows after `resumed_step` are cut off, so that no step stands in it twice."""
-        self.file = output_dir / "metrics.jsonl" if output_dir else None
+        self.file = file
         if self.file:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
             lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
             kept = [line for line in lines if resumed_step is not None and _step(line) <= resumed_step]
             self.file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")

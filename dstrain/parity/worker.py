@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import train
-from dstrain import distributed
+from dstrain import distributed, watchdog
 from dstrain.errors import UserError
 
 
@@ -36,6 +36,7 @@ def run(file: Path) -> None:
             except Exception as fault:
                 traceback.print_exc()
                 error = f"{type(fault).__name__}: {fault}"
+            watchdog.stop()  # here, for it gives back the streams that it found
         if world.is_main or error:
             (folder / "result.json").write_text(json.dumps({"error": error}), encoding="utf-8")
         if error:  # the ranks may no longer be in step: the jobs behind this one get a start of their own
