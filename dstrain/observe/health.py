@@ -107,7 +107,7 @@ def facts(engine: Any, loader: Any) -> dict[str, Any]:
     """Return what estimates and verdicts need: hosts by rank, device and host memory, model and layout."""
     config = engine.module.model.config.get_text_config()
     zero = engine.config.get("zero_optimization", {}) if isinstance(engine.config, dict) else {}
-    heads = getattr(config, "num_attention_heads", None) or 1
+    heads, hidden = (getattr(config, name, None) or 1 for name in ("num_attention_heads", "hidden_size"))
     offload = {name: zero.get(f"offload_{name}", {}).get("device", "none") for name in ("optimizer", "param")}
     parameters = list(engine.module.parameters())
     return {
@@ -117,13 +117,13 @@ def facts(engine: Any, loader: Any) -> dict[str, Any]:
         "host_gib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
         "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
         "trainable": sum(getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad),
-        "layers": config.num_hidden_layers,
-        "hidden": config.hidden_size,
-        "intermediate": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        "layers": getattr(config, "num_hidden_layers", None) or 1,
+        "hidden": hidden,
+        "intermediate": getattr(config, "intermediate_size", None) or 4 * hidden,
         "heads": heads,
         "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-        "vocab": config.vocab_size,
+        "head_dim": getattr(config, "head_dim", None) or hidden // heads,
+        "vocab": getattr(config, "vocab_size", None) or 1,
         "initializer_range": getattr(config, "initializer_range", None),
         "seq_length": loader.width,
         "micro": loader.micro,
