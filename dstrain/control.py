@@ -15,7 +15,7 @@ STOP_FILE, SAVE_FILE = "STOP", "SAVE"
 PREEMPTED = 75  # exit status after a signal: saved, to be started again (EX_TEMPFAIL of sysexits.h)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _SAME_S = 2.0  # launchers pass a signal on that the ranks have got already
-_LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed", "accelerate")
+_LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed", "accelerate", "mpirun", "orted")
 
 
 class Interrupted(Exception):
@@ -64,9 +64,11 @@ class Control:
 
 def _launchers(pid: int) -> list[tuple[int, int]]:
     """Return the launchers above `pid`, as (process, its parent), nearest first; none without /proc."""
+    # A run of multi_node.sh ends on this host when its connection does; one begun by hand over ssh outlives it.
+    names = (*_LAUNCHERS, "sshd") if "DSTRAIN_RUN" in os.environ else _LAUNCHERS
     chain = []
     parent = _parent(pid)
-    while parent and parent > 1 and any(name in _command(parent) for name in _LAUNCHERS):
+    while parent and parent > 1 and any(name in _command(parent) for name in names):
         above = _parent(parent)
         chain.append((parent, above or 0))
         parent = above

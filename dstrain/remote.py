@@ -1,0 +1,362 @@
+"""Start train.py on several hosts with the deepspeed launcher and pdsh, end it everywhere, leak no secret.
+
+`launch/multi_node.sh` runs it. pdsh writes what it is given into a command line on each host, which every user
+there can read and a shell splits again. So the arguments of train.py, secrets, and values with quotes or spaces
+go another way: by ssh's standard input into files of mode 600, one a rank, which the rank removes as it starts.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from dstrain import hosts as at
+from dstrain.control import PREEMPTED
+from dstrain.errors import UserError
+
+# What a rank needs from the shell that started the run. DeepSpeed alone carries PYTHON*, MLFLOW*, UCX* and NCCL*.
+_CARRIED = re.compile(
+    r"(HF|HUGGINGFACE|TRANSFORMERS|WANDB|MLFLOW|NCCL|GLOO|TP|UCX|FI|CUDA|NVIDIA|OMP|MKL|KMP|TORCH|TORCHINDUCTOR"
+    r"|PYTORCH|PYTHON|DSTRAIN|DS|DEEPSPEED|TRITON|TOKENIZERS|AWS|S3|GOOGLE|AZURE)_|PYTHONPATH$|PYTHONWARNINGS$"
+    r"|LD_LIBRARY_PATH$|(HTTPS?|NO|ALL)_PROXY$|TOKENIZERS_PARALLELISM$",
+    re.IGNORECASE,
+)
+_NOT_CARRIED = ("CUDA_VISIBLE_DEVICES", "DS_ENV_FILE")  # the launcher's own business on each host
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+_NO_SECRET = ("TOKENIZERS_PARALLELISM",)
+_HARMLESS = re.compile(r"[\w@%+=:,./-]*")  # what DeepSpeed and a shell leave as it is
+_LOST = re.compile(r"pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
+_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"  # a dead host is noticed after 15 s
+_FAILED_S = 10.0  # what ranks on other hosts get to say what they saw, once one host has failed
+_SAME_S = 2.0
+
+
+def carried(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that the ranks on other hosts need."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if _CARRIED.match(name) and name not in _NOT_CARRIED and name != "DSTRAIN_RUN"
+    }
+
+
+def is_private(name: str, value: str) -> bool:
+    """Whether a variable must stay out of command lines.
+
+    Its name (KEY, TOKEN, SECRET, PASSWORD) or a user in a URL tells of a secret, or a shell would change it.
+    """
+    secret = _SECRET.search(name) and name not in _NO_SECRET
+    return bool(secret or re.search(r"://[^/\s]*@", value) or not _HARMLESS.fullmatch(value))
+
+
+def users_own() -> dict[str, str]:
+    """Return the variables of the user's .deepspeed_env, in the home and the working directory.
+
+    Blank lines and comments, of which the launcher dies, are passed over. Raises UserError with file and line.
+    """
+    name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+    found = {}
+    for file in dict.fromkeys((Path.home() / name, Path(name).absolute())):
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        for number, line in enumerate(lines, 1):
+            if line.strip() and not line.lstrip().startswith("#"):
+                key, equals, value = line.strip().removeprefix("export ").partition("=")
+                if not equals or not re.fullmatch(r"[A-Za-z_]\w*", key.strip()):
+                    raise UserError(f"{file}:{number}: {line.strip()!r} is not NAME=value")
+                value = value.strip()
+                quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+                found[key.strip()] = value[1:-1] if quoted else value
+    return found
+
+
+class _Asked:
+    """Signals to this process: the first asks the ranks to save and end, one after it to end at once."""
+
+    def __init__(self) -> None:
+        self.times, self._last = 0, -_SAME_S
+        for name in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(name, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - self._last > _SAME_S:  # a terminal and a script pass on the same one
+            self.times += 1
+        self._last = time.monotonic()
+
+
+def run(hostfile: Path, address: str, port: int, recipe: str, arguments: Sequence[str]) -> int:
+    """Check the hosts, run train.py on all of them once, and return the status of the host that ended first badly.
+
+    Raises UserError, before anything is started, for what is wrong with the hostfile or a host.
+    """
+    slots = at.read_hostfile(hostfile)
+    names = [host for host, _ in slots]
+    asked = _Asked()
+    address, port = at.meet(names, at.check(names, Path.cwd()), address, port)
+    variables = carried(os.environ) | users_own()
+    private = {name: value for name, value in variables.items() if is_private(name, value)}
+    plain = {name: value for name, value in variables.items() if name not in private}
+    if asked.times:
+        return PREEMPTED
+    ticket = secrets.token_hex(8)
+    with tempfile.TemporaryDirectory(prefix="dstrain-launch-") as folder:
+        hosts = Path(folder, "hostfile")  # without the comments that DeepSpeed takes for errors
+        hosts.write_text("".join(f"{host} slots={number}\n" for host, number in slots), encoding="utf-8")
+        file = Path(folder, "deepspeed_env")
+        lines = [f"{name}={value}\n" for name, value in (plain | {"DSTRAIN_RUN": ticket}).items()]
+        file.write_text("".join(lines), encoding="utf-8")
+        command = [
+            *(
+                str(Path(sys.executable).parent / "deepspeed"),
+                "--log_level",
+                "error",
+                "--hostfile",
+                str(hosts),
+            ),
+            *("--force_multi", "--no_ssh_check", "--master_addr", address, "--master_port", str(port)),
+            *("--no_local_rank", str(at.REPOSITORY / "launch" / "rank.py"), ticket),
+        ]
+        print(
+            f"{sum(n for _, n in slots)} ranks on {', '.join(names)}; rank 0 at {address}:{port}", flush=True
+        )
+        environment = {name: value for name, value in os.environ.items() if name not in private}
+        environment["PDSH_SSH_ARGS_APPEND"] = f"{os.environ.get('PDSH_SSH_ARGS_APPEND', '')} {_ALIVE}".strip()
+        try:
+            _send(slots, ticket, {"environment": private, "arguments": ["--config", recipe, *arguments]})
+            return _follow(command, environment | {"DS_ENV_FILE": str(file)}, names, ticket, asked)
+        finally:
+            for answer in _tell(names, "end", ticket):
+                if answer.status != 0:
+                    print(f"error: host {answer.host}: cannot be asked: {answer.last_line}", file=sys.stderr)
+                elif answer.out.strip():
+                    print(f"host {answer.host}: {answer.out.strip()}", file=sys.stderr)
+
+
+def _send(slots: Sequence[tuple[str, int]], ticket: str, order: Mapping[str, object]) -> None:
+    """Put a file for each rank on its host. Raises UserError naming the host that does not take it."""
+    first, places = 0, {}
+    for host, number in slots:
+        places[host] = [str(rank) for rank in range(first, first + number)]
+        first += number
+    text = json.dumps(order)
+
+    def send(host: str) -> at.Answer:
+        return at.ssh(host, at.module_command("dstrain.remote", "receive", ticket, *places[host]), text)
+
+    for answer in at.on_all(list(places), send):
+        if answer.status != 0:
+            raise UserError(f"host {answer.host}: does not take its order: {answer.last_line}")
+
+
+def _tell(names: Sequence[str], *words: str) -> list[at.Answer]:
+    return at.on_all(
+        names, lambda host: at.ssh(host, at.module_command("dstrain.remote", *words), seconds=25)
+    )
+
+
+def _follow(
+    command: Sequence[str], environment: Mapping[str, str], names: Sequence[str], ticket: str, asked: _Asked
+) -> int:
+    """Run the launcher, pass signals on, and end all hosts soon after one has failed."""
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # Ctrl-C comes to us alone: DeepSpeed would end all jobs of this user on the hosts
+    )
+    failed: list[tuple[str, int]] = []
+
+    def relay() -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if found := _LOST.match(line):
+                failed.append((found[1], int(found[2])))
+            else:
+                print(line, end="", file=sys.stderr, flush=True)
+
+    reader = threading.Thread(target=relay, daemon=True)
+    reader.start()
+    told, deadline = 0, None
+    while process.poll() is None:
+        time.sleep(0.2)
+        if asked.times > told:
+            answers = _tell(names, "end" if told else "signal", ticket)
+            told += any(answer.out.strip() for answer in answers)  # else no rank is there yet: once more
+        if failed and deadline is None:
+            host, status = failed[0]
+            if status == 255:
+                print(
+                    f"error: host {host}: the connection to it was lost; ending the run",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            deadline = time.monotonic() + _FAILED_S
+        if deadline and time.monotonic() > deadline:
+            _tell(names, "end", ticket)
+            time.sleep(2)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    reader.join(5)
+    if failed:
+        return failed[0][1]
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+# ---- On a host.
+
+
+def _orders() -> Path:
+    return Path.home() / ".cache" / "dstrain" / "launch"
+
+
+def _receive(ticket: str, ranks: Sequence[str]) -> None:
+    """Write standard input to a file for each rank of this host, readable by this user alone."""
+    text = sys.stdin.read()
+    _orders().mkdir(parents=True, exist_ok=True, mode=0o700)
+    for rank in ranks:
+        with open(_orders() / f"{ticket}-{rank}.json", "x", opener=_private, encoding="utf-8") as file:
+            file.write(text)
+
+
+def _private(name: str, flags: int) -> int:
+    return os.open(name, flags, 0o600)
+
+
+def become_rank(ticket: str) -> NoReturn:
+    """Take this rank's order, remove it, and become train.py with its arguments and environment."""
+    file = _orders() / f"{ticket}-{os.environ['RANK']}.json"
+    order = json.loads(file.read_text(encoding="utf-8"))
+    file.unlink()
+    program = [sys.executable, "-u", str(at.REPOSITORY / "train.py"), *order["arguments"]]
+    environment = dict(os.environ) | order["environment"]
+    if shutil.which("nvidia-smi"):
+        environment |= _for_gpus(environment)
+    os.execve(sys.executable, program, environment)
+
+
+def _for_gpus(environment: Mapping[str, str]) -> dict[str, str]:
+    """Bind this rank to its share of the cores, as `--bind_cores_to_rank` does, which pdsh does not pass on.
+
+    Returns the variables that go with it; what the user has set stays.
+    """
+    import psutil
+
+    added = {}
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
+        added["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # less memory lost to fragments
+    cores, rank, ranks = (
+        sorted(os.sched_getaffinity(0)),
+        int(environment["LOCAL_RANK"]),
+        int(environment["LOCAL_SIZE"]),
+    )
+    share = (
+        psutil.cpu_count(logical=False) or 0
+    ) // ranks  # the second threads of the cores come after them all
+    if share and len(cores) == psutil.cpu_count() and "OMP_NUM_THREADS" not in environment:
+        os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
+        added["OMP_NUM_THREADS"] = str(share)
+    if environment["RANK"] == "0":
+        print("GPU defaults:", " ".join(f"{name}={value}" for name, value in added.items()), flush=True)
+    return added
+
+
+def _processes(ticket: str) -> dict[int, str]:
+    """Return the processes of a run on this host, with their command lines."""
+    found, wanted = {}, f"DSTRAIN_RUN={ticket}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                found[int(folder.name)] = b" ".join(words).decode(errors="replace")
+    return found
+
+
+def _parent(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
+def _signal(ticket: str) -> None:
+    """Ask the ranks of this host to save and end; not their launcher, nor the processes that they started."""
+    ranks = {pid for pid, line in _processes(ticket).items() if str(at.REPOSITORY / "train.py") in line}
+    for pid in ranks:
+        if _parent(pid) not in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+                print(pid)
+
+
+def _end(ticket: str) -> None:
+    """End what is left of a run on this host, and its orders."""
+    deadline, ended = time.monotonic() + 3, set()
+    while left := _processes(ticket):
+        kind = signal.SIGKILL if ended else signal.SIGTERM
+        if ended and time.monotonic() < deadline:
+            time.sleep(0.1)
+            continue
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, kind)
+        if ended:
+            time.sleep(0.1)
+        ended |= set(left)
+    for file in _orders().glob(f"{ticket}-*.json"):
+        file.unlink(missing_ok=True)
+    if ended:
+        print(f"{len(ended)} processes that were left of the run were ended")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run an action: `run` where a run is started, the others on each host."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    actions = parser.add_subparsers(dest="action", required=True)
+    start = actions.add_parser("run")
+    start.add_argument("--hostfile", type=Path, required=True)
+    start.add_argument("--master_addr", default="")
+    start.add_argument("--master_port", type=int, default=0)
+    start.add_argument("recipe")
+    start.add_argument("arguments", nargs=argparse.REMAINDER)
+    plain = actions.add_parser("hostfile")
+    plain.add_argument("--hostfile", type=Path, required=True)
+    for name in ("receive", "signal", "end"):
+        action = actions.add_parser(name)
+        action.add_argument("ticket")
+        action.add_argument("ranks", nargs="*")
+    args = parser.parse_args(arguments)
+    if args.action == "run":
+        return run(args.hostfile, args.master_addr, args.master_port, args.recipe, args.arguments)
+    if args.action == "hostfile":
+        print("".join(f"{host} slots={number}\n" for host, number in at.read_hostfile(args.hostfile)), end="")
+    elif args.action == "receive":
+        _receive(args.ticket, args.ranks)
+    elif args.action == "signal":
+        _signal(args.ticket)
+    else:
+        _end(args.ticket)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        status = main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = error.status
+    raise SystemExit(status)

@@ -1,0 +1,11 @@
+"""What the deepspeed launcher starts on each host for launch/multi_node.sh: it becomes train.py. Takes a ticket."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from dstrain.remote import become_rank
+
+if __name__ == "__main__":
+    become_rank(sys.argv[1])
