@@ -138,7 +138,7 @@ def check_hosts(
     master_addr: Annotated[str, typer.Option("--master_addr", help="Address of the first host")] = "",
     master_port: Annotated[int, typer.Option("--master_port", help="Port of rank 0; 0: a free one")] = 0,
 ) -> None:
-    """Ask each host by ssh whether a run can be started there: reachable, the same code and versions, a way to rank 0."""
+    """Ask each host by ssh: is it reached, has it the same code and versions, is there a way to rank 0?"""
     from dstrain import hosts
 
     slots = hosts.read_hostfile(hostfile)

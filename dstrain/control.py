@@ -64,7 +64,7 @@ class Control:
 
 def _launchers(pid: int) -> list[tuple[int, int]]:
     """Return the launchers above `pid`, as (process, its parent), nearest first; none without /proc."""
-    # A run of multi_node.sh ends on this host when its connection does; one begun by hand over ssh outlives it.
+    # A run of multi_node.sh ends here with its connection; one begun by hand over ssh outlives it.
     names = (*_LAUNCHERS, "sshd") if "DSTRAIN_RUN" in os.environ else _LAUNCHERS
     chain = []
     parent = _parent(pid)

@@ -208,18 +208,24 @@ def meet(hosts: Sequence[str], said: dict[str, dict[str, Any]], address: str, po
     return address, int(line)
 
 
+def own_address(towards: str) -> str | None:
+    """Return this host's address on the way to another address or host name; None if there is no way."""
+    with contextlib.suppress(OSError):
+        family, _, _, _, place = socket.getaddrinfo(towards.strip("[]"), 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing; the system chooses the way
+            return probe.getsockname()[0].partition("%")[0]
+    return None
+
+
 def interface_to(address: str) -> str | None:
     """Return the name of this host's network interface towards an address or host name; None if unknown."""
     import psutil
 
-    with contextlib.suppress(OSError):
-        family, _, _, _, place = socket.getaddrinfo(address.strip("[]"), 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)  # sends nothing; the system chooses the way
-            own = probe.getsockname()[0].partition("%")[0]
-        for name, addresses in psutil.net_if_addrs().items():
-            if any(entry.address.partition("%")[0] == own for entry in addresses):
-                return name
+    own = own_address(address)
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == own for entry in entries):
+            return name
     return None
 
 
@@ -288,5 +294,7 @@ if __name__ == "__main__":  # on a host, by ssh
             _answer()
         case ["listen", where, number, times]:
             _listen(where, int(number), int(times))
+        case ["own", towards]:
+            print(own_address(towards) or "127.0.0.1")
         case ["connect", where, number]:
             _connect(where, int(number))

@@ -1,8 +1,9 @@
 """Start train.py on several hosts with the deepspeed launcher and pdsh, end it everywhere, leak no secret.
 
-`launch/multi_node.sh` runs it. pdsh writes what it is given into a command line on each host, which every user
-there can read and a shell splits again. So the arguments of train.py, secrets, and values with quotes or spaces
-go another way: by ssh's standard input into files of mode 600, one a rank, which the rank removes as it starts.
+`launch/multi_node.sh` runs it. pdsh writes what it is given into a command line on each host, which every
+user there can read and a shell splits again. So the arguments of train.py, secrets, and values with quotes or
+spaces go another way: by ssh's standard input into files of mode 600, one a rank, which the rank removes as it
+starts.
 """
 
 import argparse
@@ -21,16 +22,16 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import IO, NoReturn, TextIO
 
 from dstrain import hosts as at
 from dstrain.control import PREEMPTED
 from dstrain.errors import UserError
 
-# What a rank needs from the shell that started the run. DeepSpeed alone carries PYTHON*, MLFLOW*, UCX* and NCCL*.
+# What a rank needs from the shell that started the run. DeepSpeed carries PYTHON*, MLFLOW*, UCX*, NCCL*.
 _CARRIED = re.compile(
-    r"(HF|HUGGINGFACE|TRANSFORMERS|WANDB|MLFLOW|NCCL|GLOO|TP|UCX|FI|CUDA|NVIDIA|OMP|MKL|KMP|TORCH|TORCHINDUCTOR"
-    r"|PYTORCH|PYTHON|DSTRAIN|DS|DEEPSPEED|TRITON|TOKENIZERS|AWS|S3|GOOGLE|AZURE)_|PYTHONPATH$|PYTHONWARNINGS$"
+    r"(HF|HUGGINGFACE|TRANSFORMERS|WANDB|MLFLOW|NCCL|GLOO|TP|UCX|FI|CUDA|NVIDIA|OMP|MKL|KMP|TORCH|PYTORCH"
+    r"|TORCHINDUCTOR|DSTRAIN|DS|DEEPSPEED|TRITON|TOKENIZERS|AWS|S3|GOOGLE|AZURE)_|PYTHON"
     r"|LD_LIBRARY_PATH$|(HTTPS?|NO|ALL)_PROXY$|TOKENIZERS_PARALLELISM$",
     re.IGNORECASE,
 )
@@ -39,6 +40,9 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _NO_SECRET = ("TOKENIZERS_PARALLELISM",)
 _HARMLESS = re.compile(r"[\w@%+=:,./-]*")  # what DeepSpeed and a shell leave as it is
 _LOST = re.compile(r"pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
+_CHATTER = re.compile(
+    r"\[INFO\] \[launch\.py:|accelerator.*unable to detect it"
+)  # pdsh passes no log level on
 _ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"  # a dead host is noticed after 15 s
 _FAILED_S = 10.0  # what ranks on other hosts get to say what they saw, once one host has failed
 _SAME_S = 2.0
@@ -97,7 +101,7 @@ class _Asked:
 
 
 def run(hostfile: Path, address: str, port: int, recipe: str, arguments: Sequence[str]) -> int:
-    """Check the hosts, run train.py on all of them once, and return the status of the host that ended first badly.
+    """Check the hosts, run train.py on all of them once, and return the status of the first host that failed.
 
     Raises UserError, before anything is started, for what is wrong with the hostfile or a host.
     """
@@ -132,6 +136,8 @@ def run(hostfile: Path, address: str, port: int, recipe: str, arguments: Sequenc
             f"{sum(n for _, n in slots)} ranks on {', '.join(names)}; rank 0 at {address}:{port}", flush=True
         )
         environment = {name: value for name, value in os.environ.items() if name not in private}
+        if not shutil.which("nvidia-smi"):
+            environment["DS_ACCELERATOR"] = "cpu"  # the launcher here warns when it finds no GPU
         environment["PDSH_SSH_ARGS_APPEND"] = f"{os.environ.get('PDSH_SSH_ARGS_APPEND', '')} {_ALIVE}".strip()
         try:
             _send(slots, ticket, {"environment": private, "arguments": ["--config", recipe, *arguments]})
@@ -174,23 +180,27 @@ def _follow(
         command,
         env=environment,
         stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        start_new_session=True,  # Ctrl-C comes to us alone: DeepSpeed would end all jobs of this user on the hosts
+        start_new_session=True,  # Ctrl-C comes to us alone: DeepSpeed ends all jobs of this user on the hosts
     )
     failed: list[tuple[str, int]] = []
 
-    def relay() -> None:
-        assert process.stderr is not None
-        for line in process.stderr:
+    def relay(source: IO[str], screen: TextIO) -> None:
+        for line in source:
             if found := _LOST.match(line):
                 failed.append((found[1], int(found[2])))
-            else:
-                print(line, end="", file=sys.stderr, flush=True)
+            elif not _CHATTER.search(line):
+                print(line, end="", file=screen, flush=True)
 
-    reader = threading.Thread(target=relay, daemon=True)
-    reader.start()
+    assert process.stdout is not None
+    assert process.stderr is not None
+    streams = ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
+    readers = [threading.Thread(target=relay, args=stream, daemon=True) for stream in streams]
+    for reader in readers:
+        reader.start()
     told, deadline = 0, None
     while process.poll() is None:
         time.sleep(0.2)
@@ -212,7 +222,8 @@ def _follow(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    reader.join(5)
+    for reader in readers:
+        reader.join(5)
     if failed:
         return failed[0][1]
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
@@ -333,8 +344,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start.add_argument("--master_port", type=int, default=0)
     start.add_argument("recipe")
     start.add_argument("arguments", nargs=argparse.REMAINDER)
-    plain = actions.add_parser("hostfile")
-    plain.add_argument("--hostfile", type=Path, required=True)
+    for name in ("hostfile", "meet"):
+        actions.add_parser(name).add_argument("--hostfile", type=Path, required=True)
+    actions.add_parser("names")
     for name in ("receive", "signal", "end"):
         action = actions.add_parser(name)
         action.add_argument("ticket")
@@ -344,6 +356,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(args.hostfile, args.master_addr, args.master_port, args.recipe, args.arguments)
     if args.action == "hostfile":
         print("".join(f"{host} slots={number}\n" for host, number in at.read_hostfile(args.hostfile)), end="")
+    elif args.action == "meet":
+        names = [host for host, _ in at.read_hostfile(args.hostfile)]
+        print(*at.meet(names, at.check(names, Path.cwd()), "", 0))
+    elif args.action == "names":
+        print("\n".join(carried(os.environ)))
     elif args.action == "receive":
         _receive(args.ticket, args.ranks)
     elif args.action == "signal":

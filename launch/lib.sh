@@ -1,4 +1,4 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034
 # What the scripts beside this one have in common; they source it.
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -30,10 +30,22 @@ bind_cores() {
 
 stopped=0
 group=0
-# To all processes of the run. A launcher may die of it; the ranks finish their step, save and end.
+ranks_left=()
+descendants() { local child; for child in $(pgrep -P "$1"); do echo "$child"; descendants "$child"; done; }
+# To all processes of the run, those with sessions of their own among them. A launcher may die of it; the ranks finish
+# their step, save and end.
 stop() {
     stopped=1
-    [[ $group -eq 0 ]] || kill -USR1 -- "-$group" 2>/dev/null || true
+    [[ $group -ne 0 ]] || return 0
+    mapfile -t ranks_left < <(descendants "$group")
+    kill -USR1 -- "-$group" "${ranks_left[@]}" 2>/dev/null || true
+}
+is_left() {
+    local pid
+    for pid in "-$group" "${ranks_left[@]}"; do
+        if kill -0 -- "$pid" 2>/dev/null; then return 0; fi
+    done
+    return 1
 }
 
 # Run a command, RESTARTS times more when it fails, and end with its status: 75 once a signal has come.
@@ -42,12 +54,12 @@ supervise() {
     trap stop TERM USR1 INT
     local attempt status
     for ((attempt = 0; ; attempt++)); do
-        export DSTRAIN_RESTARTS=$attempt
+        [[ $attempt -eq 0 ]] || export DSTRAIN_RESTARTS=$attempt
         setsid "$@" &
         group=$!
         status=0
         wait "$group" || status=$?
-        while kill -0 -- "-$group" 2>/dev/null; do sleep 0.2; done # ranks that outlive their launcher to save
+        while is_left; do sleep 0.2; done # ranks that outlive their launcher to save
         [[ $stopped -eq 0 ]] || exit 75
         # 0 done, 2 a mistake to mend, 3 a loss that is not finite: started again, they would end the same way.
         case $status in 0 | 2 | 3) break ;; esac
@@ -55,7 +67,7 @@ supervise() {
         echo "the run ended with status $status; starting it again ($((attempt + 1)) of $RESTARTS)" >&2
     done
     if [[ $status -ne 0 && -n ${last_words[*]:-} ]]; then
-        python -m dstrain last-failure "${last_words[@]}" >&2 2>/dev/null || true
+        python -P -m dstrain last-failure "${last_words[@]}" 2>/dev/null >&2 || true
     fi
     exit "$status"
 }

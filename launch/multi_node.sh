@@ -11,6 +11,7 @@
 # SIGTERM, SIGUSR1 or Ctrl-C: the ranks finish their step and save, this script waits for them and ends with status 75;
 # a second one ends them at once. RESTARTS: how often a run is started again by itself after a rank or a host died.
 set -euo pipefail
+# shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 [[ $# -ge 1 && $1 != -* ]] || usage
 recipe=$1
@@ -37,7 +38,7 @@ if [[ $by_hand -eq 1 ]]; then
     done
     hosts=$(mktemp)
     trap 'rm -f "$hosts"' EXIT
-    python -m dstrain.remote hostfile --hostfile "$hostfile" >"$hosts" # DeepSpeed takes a comment behind a host amiss
+    python -P -m dstrain.remote hostfile --hostfile "$hostfile" >"$hosts" # DeepSpeed takes a comment behind a host amiss
     bind_cores
     defaults "${binding[@]}"
     supervise deepspeed --log_level error "${options[@]}" --hostfile "$hosts" --no_ssh "${binding[@]}" \
@@ -45,4 +46,4 @@ if [[ $by_hand -eq 1 ]]; then
 fi
 need ssh "install the package 'openssh-client'; or start the run on each host with --no_ssh"
 need pdsh "install the package 'pdsh'; or start the run on each host with --no_ssh"
-supervise python -m dstrain.remote run "${options[@]}" "$recipe" "${arguments[@]}"
+supervise python -P -m dstrain.remote run "${options[@]}" "$recipe" "${arguments[@]}"

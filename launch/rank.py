@@ -1,4 +1,4 @@
-"""What the deepspeed launcher starts on each host for launch/multi_node.sh: it becomes train.py. Takes a ticket."""
+"""What launch/multi_node.sh has the deepspeed launcher start on each host: it becomes train.py."""
 
 import sys
 from pathlib import Path

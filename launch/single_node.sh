@@ -7,6 +7,7 @@
 # SIGTERM, SIGUSR1 or Ctrl-C: the ranks finish their step and save, this script waits for them and ends with status 75.
 # RESTARTS: how often a run is started again by itself after a rank died; it goes on from its newest checkpoint.
 set -euo pipefail
+# shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 [[ $# -ge 1 && $1 != -* ]] || usage
 need deepspeed
