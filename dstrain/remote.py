@@ -1,9 +1,9 @@
 """Start train.py on several hosts with the deepspeed launcher and pdsh, end it everywhere, leak no secret.
 
 `launch/multi_node.sh` runs it. pdsh writes what it is given into a command line on each host, which every
-user there can read and a shell splits again. So the arguments of train.py, secrets, and values with quotes or
-spaces go another way: by ssh's standard input into files of mode 600, one a rank, which the rank removes as it
-starts.
+user there can read and a shell splits again. So the arguments of train.py, secrets, and values with quotes
+or spaces go another way: by ssh's standard input into files of mode 600, one a rank, which the rank removes
+as it starts.
 """
 
 import argparse
@@ -40,9 +40,8 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _NO_SECRET = ("TOKENIZERS_PARALLELISM",)
 _HARMLESS = re.compile(r"[\w@%+=:,./-]*")  # what DeepSpeed and a shell leave as it is
 _LOST = re.compile(r"pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
-_CHATTER = re.compile(
-    r"\[INFO\] \[launch\.py:|accelerator.*unable to detect it"
-)  # pdsh passes no log level on
+# DeepSpeed passes no log level on to the hosts.
+_CHATTER = re.compile(r"\[INFO\] \[launch\.py:|accelerator.*unable to detect it")
 _ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"  # a dead host is noticed after 15 s
 _FAILED_S = 10.0  # what ranks on other hosts get to say what they saw, once one host has failed
 _SAME_S = 2.0
@@ -69,7 +68,7 @@ def is_private(name: str, value: str) -> bool:
 def users_own() -> dict[str, str]:
     """Return the variables of the user's .deepspeed_env, in the home and the working directory.
 
-    Blank lines and comments, of which the launcher dies, are passed over. Raises UserError with file and line.
+    Blank lines and comments, of which the launcher dies, are passed over. Raises UserError for another line.
     """
     name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
     found = {}

@@ -251,7 +251,7 @@ def test_another_version_on_a_host_is_one_line(cluster, tmp_path):
     ):
         other = tmp_path / file.name
         other.write_text(change(file.read_text()))
-        inside = ["nsenter", "-t", first_process(host), "-m"]
+        inside = ["nsenter", "-t", first_process(host), "-m", "-p"]
         subprocess.run([*inside, "mount", "--bind", str(other), str(file)], check=True)
         (line,) = errors_of(cluster, tmp_path, good)
         subprocess.run([*inside, "umount", str(file)], check=True)
