@@ -91,7 +91,7 @@ def slurm(tmp_path_factory):
                     start_new_session=True,
                     stdout=(folder / f"{command[0]}.out").open("w"),
                     stderr=subprocess.STDOUT,
-                )  # fmt: skip
+                )
             )
             time.sleep(1)
         deadline = time.monotonic() + 60
