@@ -94,7 +94,7 @@ def test_the_indexed_job_agrees_with_itself():
     (container,) = pod["containers"]
     env = {one["name"]: one.get("value") for one in container["env"]}
     assert spec["completions"] == spec["parallelism"] == int(env["NNODES"])
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(env["NUM_GPUS"])
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == env["NUM_GPUS"]
     assert env["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
     assert pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["clusterIP"] == "None"
