@@ -44,6 +44,7 @@ _LOST = re.compile(r"pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
 _CHATTER = re.compile(r"\[INFO\] \[launch\.py:|accelerator.*unable to detect it")
 _ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"  # a dead host is noticed after 15 s
 _FAILED_S = 10.0  # what ranks on other hosts get to say what they saw, once one host has failed
+_SAVE_S = 60  # what ranks get that have lost their launcher, to save
 _SAME_S = 2.0
 
 
@@ -142,7 +143,8 @@ def run(hostfile: Path, address: str, port: int, recipe: str, arguments: Sequenc
             _send(slots, ticket, {"environment": private, "arguments": ["--config", recipe, *arguments]})
             return _follow(command, environment | {"DS_ENV_FILE": str(file)}, names, ticket, asked)
         finally:
-            for answer in _tell(names, "end", ticket):
+            # Ranks whose launcher was killed notice it at their next step, save and end.
+            for answer in _tell(names, "end", ticket, str(_SAVE_S)):
                 if answer.status != 0:
                     print(f"error: host {answer.host}: cannot be asked: {answer.last_line}", file=sys.stderr)
                 elif answer.out.strip():
@@ -204,7 +206,7 @@ def _follow(
     while process.poll() is None:
         time.sleep(0.2)
         if asked.times > told:
-            answers = _tell(names, "end" if told else "signal", ticket)
+            answers = _tell(names, *(("end", ticket, "0") if told else ("signal", ticket)))
             told += any(answer.out.strip() for answer in answers)  # else no rank is there yet: once more
         if failed and deadline is None:
             host, status = failed[0]
@@ -216,7 +218,7 @@ def _follow(
                 )
             deadline = time.monotonic() + _FAILED_S
         if deadline and time.monotonic() > deadline:
-            _tell(names, "end", ticket)
+            _tell(names, "end", ticket, "3")
             time.sleep(2)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -313,20 +315,16 @@ def _signal(ticket: str) -> None:
                 print(pid)
 
 
-def _end(ticket: str) -> None:
-    """End what is left of a run on this host, and its orders."""
-    deadline, ended = time.monotonic() + 3, set()
+def _end(ticket: str, seconds: float) -> None:
+    """End what is left of a run on this host, its ranks given that long to save, and remove its orders."""
+    asked, ended = time.monotonic(), set()
     while left := _processes(ticket):
-        kind = signal.SIGKILL if ended else signal.SIGTERM
-        if ended and time.monotonic() < deadline:
-            time.sleep(0.1)
-            continue
-        for pid in left:
+        late = time.monotonic() - asked > seconds
+        for pid in left.keys() if late else left.keys() - ended:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, kind)
-        if ended:
-            time.sleep(0.1)
-        ended |= set(left)
+                os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+        ended |= left.keys()
+        time.sleep(0.1)
     for file in _orders().glob(f"{ticket}-*.json"):
         file.unlink(missing_ok=True)
     if ended:
@@ -349,7 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("receive", "signal", "end"):
         action = actions.add_parser(name)
         action.add_argument("ticket")
-        action.add_argument("ranks", nargs="*")
+        action.add_argument("more", nargs="*", help="receive: ranks; end: seconds")
     args = parser.parse_args(arguments)
     if args.action == "run":
         return run(args.hostfile, args.master_addr, args.master_port, args.recipe, args.arguments)
@@ -361,11 +359,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif args.action == "names":
         print("\n".join(carried(os.environ)))
     elif args.action == "receive":
-        _receive(args.ticket, args.ranks)
+        _receive(args.ticket, args.more)
     elif args.action == "signal":
         _signal(args.ticket)
     else:
-        _end(args.ticket)
+        _end(args.ticket, float(args.more[0]))
     return 0
 
 

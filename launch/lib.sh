@@ -20,10 +20,12 @@ defaults() {
     fi
 }
 
-# Words for the deepspeed launcher that give each rank cores and memory of its own NUMA node, into `binding`.
+# Words for the deepspeed launcher that give each rank cores and memory of its own NUMA node, into `binding`. It numbers
+# cores from 0: not where this process may use only some of them, nor where ranks outnumber them.
 bind_cores() {
     binding=()
-    if has_gpu && command -v numactl >/dev/null && [[ -z ${KMP_AFFINITY:-} && $(nproc) -ge $(nvidia-smi -L | wc -l) ]]; then
+    if has_gpu && command -v numactl >/dev/null && [[ -z ${KMP_AFFINITY:-}${OMP_NUM_THREADS:-} && $(nproc) -eq $(nproc --all) &&
+        $(nproc) -ge $((2 * $(nvidia-smi -L | wc -l))) ]]; then
         binding=(--bind_cores_to_rank)
     fi
 }
@@ -32,12 +34,12 @@ stopped=0
 group=0
 ranks_left=()
 descendants() { local child; for child in $(pgrep -P "$1"); do echo "$child"; descendants "$child"; done; }
-# To all processes of the run, those with sessions of their own among them. A launcher may die of it; the ranks finish
-# their step, save and end.
+# To all processes of the run, those with sessions of their own among them; where `passes_on` is set, to its command
+# alone. A launcher may die of it; the ranks finish their step, save and end.
 stop() {
     stopped=1
     [[ $group -ne 0 ]] || return 0
-    mapfile -t ranks_left < <(descendants "$group")
+    [[ -n ${passes_on:-} ]] || mapfile -t ranks_left < <(descendants "$group")
     kill -USR1 -- "-$group" "${ranks_left[@]}" 2>/dev/null || true
 }
 is_left() {

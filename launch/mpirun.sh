@@ -12,7 +12,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 [[ $# -ge 1 && $1 != -* ]] || usage
 need mpirun "install the package 'openmpi-bin'"
 need deepspeed
-defaults
+defaults ""
 options=(--bind-to none) # its own default is a core a rank; the ranks share out the cores by themselves
 [[ $EUID -ne 0 ]] || options+=(--allow-run-as-root)
 if [[ -n ${HOSTFILE:-} ]]; then

@@ -46,4 +46,5 @@ if [[ $by_hand -eq 1 ]]; then
 fi
 need ssh "install the package 'openssh-client'; or start the run on each host with --no_ssh"
 need pdsh "install the package 'pdsh'; or start the run on each host with --no_ssh"
+passes_on=1 # to the ranks on all hosts
 supervise python -P -m dstrain.remote run "${options[@]}" "$recipe" "${arguments[@]}"

@@ -14,14 +14,16 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 [[ $# -ge 1 && $1 != -* ]] || usage
 need torchrun
-defaults
+defaults ""
 ranks=${NUM_GPUS:-1}
 if [[ -z ${NUM_GPUS:-} ]] && has_gpu; then ranks=gpu; fi
 nodes=${NNODES:-1}
 options=(--nnodes "$nodes" --nproc-per-node "$ranks" --max-restarts "${RESTARTS:-0}")
 if [[ $nodes == *:* ]]; then
     [[ -n ${RDZV:-} ]] || fail "NNODES=$nodes is elastic: set RDZV=HOST:PORT, at which the nodes meet"
-    # Without it torchrun tells the others this host's name, which they may not know.
+    # With one store for all attempts a node that comes later waits for an address that nobody writes again (torch 2.13).
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    # Without --local-addr torchrun tells the others this host's name, which they may not know.
     own=${LOCAL_ADDR:-$(PYTHONPATH=$repository python -P -m dstrain.hosts own "${RDZV%:*}")}
     options+=(--rdzv-backend c10d --rdzv-endpoint "$RDZV" --rdzv-id "${RDZV_ID:-dstrain}" --local-addr "$own")
 elif [[ $nodes == 1 ]]; then
