@@ -120,7 +120,7 @@ def ssh(host: str, command: str, text: str = "", seconds: float = _ANSWER_S) -> 
 
 def on_all(hosts: Sequence[str], ask: Callable[[str], Answer]) -> list[Answer]:
     """Ask all hosts at once, and return their answers in order."""
-    with ThreadPoolExecutor(min(len(hosts), 64)) as pool:
+    with ThreadPoolExecutor(max(1, min(len(hosts), 64))) as pool:
         return list(pool.map(ask, hosts))
 
 

@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO, NoReturn, TextIO
+from typing import IO, TextIO
 
 from dstrain import hosts as at
 from dstrain.control import PREEMPTED
@@ -44,6 +44,8 @@ _LOST = re.compile(r"pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
 _CHATTER = re.compile(r"\[INFO\] \[launch\.py:|accelerator.*unable to detect it")
 _ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"  # a dead host is noticed after 15 s
 _FAILED_S = 10.0  # what ranks on other hosts get to say what they saw, once one host has failed
+_LOST_S = 3.0  # the same, once a host is gone: they wait for it and have nothing to say
+_SSH_FAILED = 255
 _SAVE_S = 60  # what ranks get that have lost their launcher, to save
 _SAME_S = 2.0
 
@@ -139,12 +141,13 @@ def run(hostfile: Path, address: str, port: int, recipe: str, arguments: Sequenc
         if not shutil.which("nvidia-smi"):
             environment["DS_ACCELERATOR"] = "cpu"  # the launcher here warns when it finds no GPU
         environment["PDSH_SSH_ARGS_APPEND"] = f"{os.environ.get('PDSH_SSH_ARGS_APPEND', '')} {_ALIVE}".strip()
+        failed: list[tuple[str, int]] = []
         try:
             _send(slots, ticket, {"environment": private, "arguments": ["--config", recipe, *arguments]})
-            return _follow(command, environment | {"DS_ENV_FILE": str(file)}, names, ticket, asked)
+            return _follow(command, environment | {"DS_ENV_FILE": str(file)}, names, ticket, asked, failed)
         finally:
             # Ranks whose launcher was killed notice it at their next step, save and end.
-            for answer in _tell(names, "end", ticket, str(_SAVE_S)):
+            for answer in _tell(_reached(names, failed), "end", ticket, str(_SAVE_S)):
                 if answer.status != 0:
                     print(f"error: host {answer.host}: cannot be asked: {answer.last_line}", file=sys.stderr)
                 elif answer.out.strip():
@@ -160,7 +163,7 @@ def _send(slots: Sequence[tuple[str, int]], ticket: str, order: Mapping[str, obj
     text = json.dumps(order)
 
     def send(host: str) -> at.Answer:
-        return at.ssh(host, at.module_command("dstrain.remote", "receive", ticket, *places[host]), text)
+        return at.ssh(host, at.module_command("dstrain.on_host", "receive", ticket, *places[host]), text)
 
     for answer in at.on_all(list(places), send):
         if answer.status != 0:
@@ -169,14 +172,25 @@ def _send(slots: Sequence[tuple[str, int]], ticket: str, order: Mapping[str, obj
 
 def _tell(names: Sequence[str], *words: str) -> list[at.Answer]:
     return at.on_all(
-        names, lambda host: at.ssh(host, at.module_command("dstrain.remote", *words), seconds=25)
+        names, lambda host: at.ssh(host, at.module_command("dstrain.on_host", *words), seconds=25)
     )
 
 
+def _reached(names: Sequence[str], failed: Sequence[tuple[str, int]]) -> list[str]:
+    """Leave out the hosts that ssh has lost."""
+    lost = {host for host, status in failed if status == _SSH_FAILED}
+    return [name for name in names if name not in lost]
+
+
 def _follow(
-    command: Sequence[str], environment: Mapping[str, str], names: Sequence[str], ticket: str, asked: _Asked
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    names: Sequence[str],
+    ticket: str,
+    asked: _Asked,
+    failed: list[tuple[str, int]],
 ) -> int:
-    """Run the launcher, pass signals on, and end all hosts soon after one has failed."""
+    """Run the launcher, pass signals on, and end all hosts soon after one has failed, noted in `failed`."""
     process = subprocess.Popen(
         command,
         env=environment,
@@ -187,7 +201,6 @@ def _follow(
         errors="replace",
         start_new_session=True,  # Ctrl-C comes to us alone: DeepSpeed ends all jobs of this user on the hosts
     )
-    failed: list[tuple[str, int]] = []
 
     def relay(source: IO[str], screen: TextIO) -> None:
         for line in source:
@@ -210,15 +223,15 @@ def _follow(
             told += any(answer.out.strip() for answer in answers)  # else no rank is there yet: once more
         if failed and deadline is None:
             host, status = failed[0]
-            if status == 255:
+            if status == _SSH_FAILED:
                 print(
                     f"error: host {host}: the connection to it was lost; ending the run",
                     file=sys.stderr,
                     flush=True,
                 )
-            deadline = time.monotonic() + _FAILED_S
+            deadline = time.monotonic() + (_LOST_S if status == _SSH_FAILED else _FAILED_S)
         if deadline and time.monotonic() > deadline:
-            _tell(names, "end", ticket, "3")
+            _tell(_reached(names, failed), "end", ticket, "3")
             time.sleep(2)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -230,109 +243,8 @@ def _follow(
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
-# ---- On a host.
-
-
-def _orders() -> Path:
-    return Path.home() / ".cache" / "dstrain" / "launch"
-
-
-def _receive(ticket: str, ranks: Sequence[str]) -> None:
-    """Write standard input to a file for each rank of this host, readable by this user alone."""
-    text = sys.stdin.read()
-    _orders().mkdir(parents=True, exist_ok=True, mode=0o700)
-    for rank in ranks:
-        with open(_orders() / f"{ticket}-{rank}.json", "x", opener=_private, encoding="utf-8") as file:
-            file.write(text)
-
-
-def _private(name: str, flags: int) -> int:
-    return os.open(name, flags, 0o600)
-
-
-def become_rank(ticket: str) -> NoReturn:
-    """Take this rank's order, remove it, and become train.py with its arguments and environment."""
-    file = _orders() / f"{ticket}-{os.environ['RANK']}.json"
-    order = json.loads(file.read_text(encoding="utf-8"))
-    file.unlink()
-    program = [sys.executable, "-u", str(at.REPOSITORY / "train.py"), *order["arguments"]]
-    environment = dict(os.environ) | order["environment"]
-    if shutil.which("nvidia-smi"):
-        environment |= _for_gpus(environment)
-    os.execve(sys.executable, program, environment)
-
-
-def _for_gpus(environment: Mapping[str, str]) -> dict[str, str]:
-    """Bind this rank to its share of the cores, as `--bind_cores_to_rank` does, which pdsh does not pass on.
-
-    Returns the variables that go with it; what the user has set stays.
-    """
-    import psutil
-
-    added = {}
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
-        added["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # less memory lost to fragments
-    cores, rank, ranks = (
-        sorted(os.sched_getaffinity(0)),
-        int(environment["LOCAL_RANK"]),
-        int(environment["LOCAL_SIZE"]),
-    )
-    share = (
-        psutil.cpu_count(logical=False) or 0
-    ) // ranks  # the second threads of the cores come after them all
-    if share and len(cores) == psutil.cpu_count() and "OMP_NUM_THREADS" not in environment:
-        os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
-        added["OMP_NUM_THREADS"] = str(share)
-    if environment["RANK"] == "0":
-        print("GPU defaults:", " ".join(f"{name}={value}" for name, value in added.items()), flush=True)
-    return added
-
-
-def _processes(ticket: str) -> dict[int, str]:
-    """Return the processes of a run on this host, with their command lines."""
-    found, wanted = {}, f"DSTRAIN_RUN={ticket}".encode()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                words = (folder / "cmdline").read_bytes().split(b"\0")
-                found[int(folder.name)] = b" ".join(words).decode(errors="replace")
-    return found
-
-
-def _parent(pid: int) -> int:
-    with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
-
-
-def _signal(ticket: str) -> None:
-    """Ask the ranks of this host to save and end; not their launcher, nor the processes that they started."""
-    ranks = {pid for pid, line in _processes(ticket).items() if str(at.REPOSITORY / "train.py") in line}
-    for pid in ranks:
-        if _parent(pid) not in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)
-                print(pid)
-
-
-def _end(ticket: str, seconds: float) -> None:
-    """End what is left of a run on this host, its ranks given that long to save, and remove its orders."""
-    asked, ended = time.monotonic(), set()
-    while left := _processes(ticket):
-        late = time.monotonic() - asked > seconds
-        for pid in left.keys() if late else left.keys() - ended:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
-        ended |= left.keys()
-        time.sleep(0.1)
-    for file in _orders().glob(f"{ticket}-*.json"):
-        file.unlink(missing_ok=True)
-    if ended:
-        print(f"{len(ended)} processes that were left of the run were ended")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run an action: `run` where a run is started, the others on each host."""
+    """Run an action of the scripts in launch/."""
     parser = argparse.ArgumentParser(description=__doc__)
     actions = parser.add_subparsers(dest="action", required=True)
     start = actions.add_parser("run")
@@ -344,10 +256,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("hostfile", "meet"):
         actions.add_parser(name).add_argument("--hostfile", type=Path, required=True)
     actions.add_parser("names")
-    for name in ("receive", "signal", "end"):
-        action = actions.add_parser(name)
-        action.add_argument("ticket")
-        action.add_argument("more", nargs="*", help="receive: ranks; end: seconds")
     args = parser.parse_args(arguments)
     if args.action == "run":
         return run(args.hostfile, args.master_addr, args.master_port, args.recipe, args.arguments)
@@ -356,14 +264,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif args.action == "meet":
         names = [host for host, _ in at.read_hostfile(args.hostfile)]
         print(*at.meet(names, at.check(names, Path.cwd()), "", 0))
-    elif args.action == "names":
-        print("\n".join(carried(os.environ)))
-    elif args.action == "receive":
-        _receive(args.ticket, args.more)
-    elif args.action == "signal":
-        _signal(args.ticket)
     else:
-        _end(args.ticket, float(args.more[0]))
+        print("\n".join(carried(os.environ)))
     return 0
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from dstrain.remote import become_rank
+from dstrain.on_host import become_rank
 
 if __name__ == "__main__":
     become_rank(sys.argv[1])

@@ -7,6 +7,7 @@
 #
 # NNODES=1:4 is elastic: when a node leaves or comes, the others start again from the newest checkpoint, and the run
 # keeps its global batch. RDZV: host and port of one of the nodes, at which they meet. NUM_GPUS: ranks on this node.
+# RDZV_CONF: more for torchrun, such as last_call_timeout=5, the seconds that it waits for more nodes (30).
 # SIGTERM, SIGUSR1 or Ctrl-C: the ranks finish their step and save, this script waits for them and ends with status 75.
 # RESTARTS: how often torchrun starts the ranks again; each node that leaves or comes back takes one as well.
 set -euo pipefail
@@ -26,6 +27,7 @@ if [[ $nodes == *:* ]]; then
     # Without --local-addr torchrun tells the others this host's name, which they may not know.
     own=${LOCAL_ADDR:-$(PYTHONPATH=$repository python -P -m dstrain.hosts own "${RDZV%:*}")}
     options+=(--rdzv-backend c10d --rdzv-endpoint "$RDZV" --rdzv-id "${RDZV_ID:-dstrain}" --local-addr "$own")
+    [[ -z ${RDZV_CONF:-} ]] || options+=(--rdzv-conf "$RDZV_CONF")
 elif [[ $nodes == 1 ]]; then
     options+=(--master-addr 127.0.0.1 --master-port "${MASTER_PORT:-$(free_port)}")
 else

@@ -107,13 +107,8 @@ def test_two_hosts_train_as_one_host_does(cluster, reference, tmp_path):
     said, wrong = process.communicate(timeout=60)
     assert process.returncode == 0, wrong
     assert losses(recipe.parent / "run") == pytest.approx(reference, abs=1e-6)
-    assert (
-        odd in (recipe.parent / "run" / "recipe.yaml").read_text()
-        or json.loads(json.dumps(odd))
-        in __import__("yaml")
-        .safe_load((recipe.parent / "run" / "recipe.yaml").read_text())["logging"]
-        .values()
-    )
+    ran = yaml.safe_load((recipe.parent / "run" / "recipe.yaml").read_text())
+    assert ran["logging"]["run_name"] == odd
     assert shown == []
     assert KEY not in said + wrong
     assert not any(KEY in file.read_text(errors="replace") for file in tmp_path.rglob("*") if file.is_file())
@@ -156,7 +151,7 @@ def test_a_host_that_dies_is_noticed_and_the_run_goes_on_when_it_is_back(cluster
 
 def test_four_hosts(cluster, tmp_path):
     """A rank that dies on one of them ends all soon, and the run is started again by itself."""
-    recipe = tiny_recipe(tmp_path, train={"max_steps": 150}, checkpoint={"export": False, "save_steps": 20})
+    recipe = tiny_recipe(tmp_path, train={"max_steps": 60}, checkpoint={"export": False, "save_steps": 10})
     process = cluster.launch(recipe, RESTARTS="1")
     wait_for(lambda: last_step(recipe), 200)
     ranks = ranks_of(recipe)
@@ -167,7 +162,7 @@ def test_four_hosts(cluster, tmp_path):
     assert process.returncode == 0, wrong
     assert "starting it again (1 of 1)" in wrong
     assert "resumed from step" in said
-    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(151))
+    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(61))
     assert nothing_left(cluster, cluster.hosts)
 
 
@@ -274,7 +269,12 @@ def first_process(host):
 
 def test_torchrun_goes_on_with_a_node_that_leaves_and_one_that_comes_back(tmp_path):
     recipe = tiny_recipe(tmp_path, train=LONG, checkpoint={"export": False, "save_steps": 5})
-    place = {"NNODES": "1:2", "RDZV": f"127.0.0.1:{free_port()}", "RESTARTS": "10"}
+    place = {
+        "NNODES": "1:2",
+        "RDZV": f"127.0.0.1:{free_port()}",
+        "RESTARTS": "10",
+        "RDZV_CONF": "last_call_timeout=3",
+    }
     stays = script("torchrun.sh", recipe, **place)
     time.sleep(2)  # it is the one that serves the rendezvous
     leaves = script("torchrun.sh", recipe, **place)

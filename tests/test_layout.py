@@ -23,6 +23,7 @@ ALLOWED = {
     "ds_config": {"errors", "ds_keys", "ds_fill", "ds_optim"},
     "hosts": {"errors"},
     "remote": {"control", "errors", "hosts"},
+    "on_host": set(),
     "distributed": {"errors", "hosts"},
     "data": {"errors", "data"},
     "loss": set(),
