@@ -68,8 +68,8 @@ supervise() {
         [[ $attempt -lt ${RESTARTS:-0} ]] || break
         echo "the run ended with status $status; starting it again ($((attempt + 1)) of $RESTARTS)" >&2
     done
-    if [[ $status -ne 0 && -n ${last_words[*]:-} ]]; then
-        python -P -m dstrain last-failure "${last_words[@]}" 2>/dev/null >&2 || true
+    if [[ $status -ne 0 && $status -ne 2 && -n ${last_words[*]:-} ]]; then
+        PYTHONPATH=$repository python -P -m dstrain last-failure "${last_words[@]}" >&2 2>/dev/null || true
     fi
     exit "$status"
 }

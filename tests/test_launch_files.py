@@ -1,6 +1,7 @@
 """What launch/ holds besides running scripts: manifests against public schemas, the sweep, the page, the shell."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 import yaml
 from running import REPOSITORY, clean_environment
 
-from dstrain import hosts, remote
+from dstrain import hosts, on_host, remote
 from dstrain.errors import UserError
 
 LAUNCH = REPOSITORY / "launch"
@@ -296,3 +297,84 @@ def test_openmpi_ranks_find_their_place():
         env=clean_environment() | {f"OMPI_COMM_WORLD_{name}": value for name, value in place.items()},
     )  # fmt: skip
     assert done.stdout == "World(rank=3, size=4, local_rank=1, local_size=2) 3 1\n"
+
+
+@pytest.fixture
+def gpu_machine(tmp_path):
+    """Give an environment with eight GPUs, as far as the scripts can tell, whose launcher says what it was given."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    said = 'printf "%s\\n" "$(basename "$0")" "PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-}" "$@"\n'
+    for name, body in (
+        ("nvidia-smi", "printf 'GPU %s\\n' 1\n"),
+        ("numactl", ""),
+        ("nproc", "echo 16\n"),
+        ("deepspeed", said),
+        ("torchrun", said),
+    ):
+        (tools / name).write_text(f"#!/bin/bash\n{body}")
+        (tools / name).chmod(0o755)
+    environment = clean_environment()
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "KMP_AFFINITY", "OMP_NUM_THREADS"):
+        environment.pop(name, None)
+    return environment | {"PATH": f"{tools}:{environment['PATH']}"}
+
+
+@pytest.mark.parametrize(("name", "launcher"), [("single_node.sh", "deepspeed"), ("torchrun.sh", "torchrun")])
+def test_defaults_of_gpus_are_set_and_said(gpu_machine, name, launcher):
+    def start(**more):
+        done = subprocess.run(
+            [str(LAUNCH / name), "some recipe", "a=b c"],
+            env=gpu_machine | more,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-3:] == ["--config", "some recipe", "a=b c"]
+        return done.stdout.splitlines(), done.stderr
+
+    given, wrong = start()
+    assert given[:2] == [launcher, "PYTORCH_ALLOC_CONF=expandable_segments:True"]
+    assert ("--bind_cores_to_rank" in given) is (launcher == "deepspeed")
+    assert wrong.startswith("GPU defaults: PYTORCH_ALLOC_CONF=expandable_segments:True")
+    assert wrong.count("\n") == 1
+    given, _ = start(PYTORCH_CUDA_ALLOC_CONF="backend:native", OMP_NUM_THREADS="4")
+    assert given[1] == "PYTORCH_ALLOC_CONF="  # the user's own stays
+    assert "--bind_cores_to_rank" not in given
+
+
+def test_defaults_of_gpus_on_several_hosts(monkeypatch, capsys):
+    import psutil
+
+    bound = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(32)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(list(cores)))
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 32 if logical else 16)
+    place = {"LOCAL_RANK": "1", "LOCAL_SIZE": "2", "RANK": "0"}
+    added = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "8"}
+    assert on_host._for_gpus(place) == added
+    assert bound == [list(range(8, 16))]  # of the 16 cores, not of their second threads
+    assert (
+        "GPU defaults: PYTORCH_ALLOC_CONF=expandable_segments:True OMP_NUM_THREADS=8"
+        in capsys.readouterr().out
+    )
+    own = {"PYTORCH_ALLOC_CONF": "backend:native", "OMP_NUM_THREADS": "4"}
+    assert on_host._for_gpus(place | own) == {}
+    assert len(bound) == 1
+
+
+def test_the_first_failure_is_the_last_thing_on_the_screen(gpu_machine, tmp_path):
+    """After a run that failed, and only then, the script asks for it."""
+    tools = tmp_path / "bin"
+    (tools / "python").write_text(
+        '#!/bin/bash\n[[ $* == *last-failure* ]] && echo "first: $*" || echo 29999\n'
+    )
+    (tools / "python").chmod(0o755)
+    for status, last in ((0, ""), (1, "first: -P -m dstrain last-failure --config my-run a=b")):
+        (tools / "deepspeed").write_text(f"#!/bin/bash\nexit {status}\n")
+        done = subprocess.run(
+            [str(LAUNCH / "single_node.sh"), "my-run", "a=b"], env=gpu_machine, capture_output=True, text=True
+        )
+        assert done.returncode == status
+        assert done.stderr.splitlines()[1:] == ([last] if last else [])
