@@ -124,19 +124,13 @@ def run(hostfile: Path, address: str, port: int, recipe: str, arguments: Sequenc
         lines = [f"{name}={value}\n" for name, value in (plain | {"DSTRAIN_RUN": ticket}).items()]
         file.write_text("".join(lines), encoding="utf-8")
         command = [
-            *(
-                str(Path(sys.executable).parent / "deepspeed"),
-                "--log_level",
-                "error",
-                "--hostfile",
-                str(hosts),
-            ),
-            *("--force_multi", "--no_ssh_check", "--master_addr", address, "--master_port", str(port)),
+            *(str(Path(sys.executable).parent / "deepspeed"), "--log_level", "error", "--force_multi"),
+            *("--hostfile", str(hosts), "--no_ssh_check"),
+            *("--master_addr", address, "--master_port", str(port)),
             *("--no_local_rank", str(at.REPOSITORY / "launch" / "rank.py"), ticket),
         ]
-        print(
-            f"{sum(n for _, n in slots)} ranks on {', '.join(names)}; rank 0 at {address}:{port}", flush=True
-        )
+        ranks = sum(number for _, number in slots)
+        print(f"{ranks} ranks on {', '.join(names)}; rank 0 at {address}:{port}", flush=True)
         environment = {name: value for name, value in os.environ.items() if name not in private}
         if not shutil.which("nvidia-smi"):
             environment["DS_ACCELERATOR"] = "cpu"  # the launcher here warns when it finds no GPU
@@ -171,9 +165,8 @@ def _send(slots: Sequence[tuple[str, int]], ticket: str, order: Mapping[str, obj
 
 
 def _tell(names: Sequence[str], *words: str) -> list[at.Answer]:
-    return at.on_all(
-        names, lambda host: at.ssh(host, at.module_command("dstrain.on_host", *words), seconds=25)
-    )
+    command = at.module_command("dstrain.on_host", *words)
+    return at.on_all(names, lambda host: at.ssh(host, command, seconds=_SAVE_S + 25))
 
 
 def _reached(names: Sequence[str], failed: Sequence[tuple[str, int]]) -> list[str]:
@@ -224,11 +217,7 @@ def _follow(
         if failed and deadline is None:
             host, status = failed[0]
             if status == _SSH_FAILED:
-                print(
-                    f"error: host {host}: the connection to it was lost; ending the run",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                print(f"error: host {host}: the connection to it was lost; ending the run", file=sys.stderr)
             deadline = time.monotonic() + (_LOST_S if status == _SSH_FAILED else _FAILED_S)
         if deadline and time.monotonic() > deadline:
             _tell(_reached(names, failed), "end", ticket, "3")
