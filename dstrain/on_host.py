@@ -1,4 +1,4 @@
-"""A host's side of a run on several hosts: its orders, its ranks, and their end. `remote.py` is the other side.
+"""A host's side of a run on several hosts: its orders, its ranks, their end. `remote.py` is the other side.
 
 `python -m dstrain.on_host receive|signal|end TICKET ...`, by ssh. The ticket is a random word, one a start.
 """

@@ -194,6 +194,12 @@ def _follow(
         errors="replace",
         start_new_session=True,  # Ctrl-C comes to us alone: DeepSpeed ends all jobs of this user on the hosts
     )
+    # If this process is killed, so is the launcher, which would go on; the ranks notice that their ssh is gone.
+    guard = subprocess.Popen(
+        ["sh", "-c", f"read -r _; kill -KILL -- -{process.pid}"],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
 
     def relay(source: IO[str], screen: TextIO) -> None:
         for line in source:
@@ -225,6 +231,8 @@ def _follow(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+    guard.kill()
+    guard.communicate()
     for reader in readers:
         reader.join(5)
     if failed:

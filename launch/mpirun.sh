@@ -12,18 +12,19 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 [[ $# -ge 1 && $1 != -* ]] || usage
 need mpirun "install the package 'openmpi-bin'"
 need deepspeed
+export PYTHONPATH=$repository${PYTHONPATH:+:$PYTHONPATH}
 defaults ""
 options=(--bind-to none) # its own default is a core a rank; the ranks share out the cores by themselves
 [[ $EUID -ne 0 ]] || options+=(--allow-run-as-root)
 if [[ -n ${HOSTFILE:-} ]]; then
-    place=$(PYTHONPATH=$repository python -P -m dstrain.remote meet --hostfile "$HOSTFILE") || exit $?
+    place=$(python -P -m dstrain.remote meet --hostfile "$HOSTFILE") || exit $?
     read -r MASTER_ADDR MASTER_PORT <<<"$place"
     options+=(--hostfile "$HOSTFILE" --mca plm_rsh_args "${PDSH_SSH_ARGS_APPEND:--x}")
 else
     MASTER_ADDR=127.0.0.1 MASTER_PORT=${MASTER_PORT:-$(free_port)}
 fi
 export MASTER_ADDR MASTER_PORT
-while read -r name; do options+=(-x "$name"); done < <(PYTHONPATH=$repository python -P -m dstrain.remote names)
+while read -r name; do options+=(-x "$name"); done < <(python -P -m dstrain.remote names)
 last_words=(--config "$@")
 supervise mpirun -np "${NP:?set NP to the number of ranks}" "${options[@]}" -x MASTER_ADDR -x MASTER_PORT \
     "$(command -v python)" -u "$repository/train.py" --config "$@"

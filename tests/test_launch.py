@@ -66,15 +66,16 @@ def script(name, *arguments, **environment):
     )  # fmt: skip
 
 
+def command_line(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def command_lines():
     """Return every command line on this machine, those on its hosts among them."""
-    lines = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            lines.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-        except OSError:
-            continue
-    return lines
+    return [command_line(folder.name) for folder in Path("/proc").glob("[0-9]*")]
 
 
 def nothing_left(cluster, of):
@@ -150,20 +151,28 @@ def test_a_host_that_dies_is_noticed_and_the_run_goes_on_when_it_is_back(cluster
 
 
 def test_four_hosts(cluster, tmp_path):
-    """A rank that dies on one of them ends all soon, and the run is started again by itself."""
-    recipe = tiny_recipe(tmp_path, train={"max_steps": 60}, checkpoint={"export": False, "save_steps": 10})
+    """A rank that dies ends all soon, and the run starts again by itself; killed where it was started, it ends everywhere."""
+    recipe = tiny_recipe(tmp_path, train=LONG, checkpoint={"export": False, "save_steps": 10})
     process = cluster.launch(recipe, RESTARTS="1")
     wait_for(lambda: last_step(recipe), 200)
     ranks = ranks_of(recipe)
     assert len(ranks) == 4
     os.kill(ranks[-1], signal.SIGKILL)
     wait_for(lambda: not set(ranks) & set(ranks_of(recipe)), 30)
-    said, wrong = process.communicate(timeout=300)
-    assert process.returncode == 0, wrong
+    saved = last_step(recipe)
+    wait_for(lambda: last_step(recipe) > saved, 200)
+    assert len(ranks_of(recipe)) == 4
+    (launcher,) = [pid for pid in descendants(process.pid) if "dstrain.remote" in command_line(pid)]
+    os.kill(launcher, signal.SIGKILL)
+    wait_for(lambda: ranks_of(recipe) == [], 60)
+    said, wrong = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
     assert "starting it again (1 of 1)" in wrong
     assert "resumed from step" in said
-    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(61))
-    assert nothing_left(cluster, cluster.hosts)
+    steps = [row["step"] for row in metrics(tmp_path / "run")]
+    assert steps == list(range(len(steps)))
+    assert last_step(recipe) == steps[-1]
+    wait_for(lambda: nothing_left(cluster, cluster.hosts), 20)
 
 
 def started_on(cluster, number, command, **environment):
