@@ -183,7 +183,7 @@ def _follow(
     asked: _Asked,
     failed: list[tuple[str, int]],
 ) -> int:
-    """Run the launcher, pass signals on, and end all hosts soon after one has failed, noted in `failed`."""
+    """Run the launcher, pass signals on, and end all hosts soon after one has `failed`."""
     process = subprocess.Popen(
         command,
         env=environment,
@@ -194,9 +194,9 @@ def _follow(
         errors="replace",
         start_new_session=True,  # Ctrl-C comes to us alone: DeepSpeed ends all jobs of this user on the hosts
     )
-    # If this process is killed, so is the launcher, which would go on; the ranks notice that their ssh is gone.
+    # If this process is killed, so is the launcher; the ranks then notice that their ssh is gone.
     guard = subprocess.Popen(
-        ["sh", "-c", f"read -r _; kill -KILL -- -{process.pid}"],
+        ["sh", "-c", f"read -r _; kill -KILL -{process.pid}"],
         stdin=subprocess.PIPE,
         start_new_session=True,
     )

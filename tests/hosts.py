@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from running import REPOSITORY, clean_environment
+from running import REPOSITORY, Started, clean_environment
 
 _TOOLS = ("ip", "unshare", "sshd", "ssh", "ssh-keygen", "pdsh")
 
@@ -146,10 +146,7 @@ class Hosts:
         """Start launch/multi_node.sh, and return its process."""
         command = [str(REPOSITORY / "launch" / "multi_node.sh"), str(recipe)]
         command += ["--hostfile", str(self.hostfile(slots, count)), *map(str, arguments)]
-        return subprocess.Popen(
-            command, cwd=cwd or REPOSITORY, env=self.environment(**more), stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        return Started(command, cwd=cwd or REPOSITORY, env=self.environment(**more))
 
     def stop(self):
         """Take all of it away."""

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -115,6 +116,23 @@ def launch(
         text=True,
         timeout=timeout,
     )
+
+
+class Started(subprocess.Popen):
+    """A process whose output goes to files: it may say any amount before somebody asks."""
+
+    def __init__(self, command, **how):
+        self.out, self.err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
+        super().__init__(
+            command, stdin=subprocess.DEVNULL, stdout=self.out, stderr=self.err, text=True, **how
+        )
+
+    def communicate(self, timeout=None):
+        """Wait until it has ended, and return what it said."""
+        self.wait(timeout)
+        for file in (self.out, self.err):
+            file.seek(0)
+        return self.out.read(), self.err.read()
 
 
 def metrics(output_dir: Path) -> list[dict]:

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from running import (
     REPOSITORY,
+    Started,
     clean_environment,
     free_port,
     last_step,
@@ -59,11 +60,8 @@ def reference(tmp_path_factory):
 
 def script(name, *arguments, **environment):
     """Start a script of launch/ on this machine."""
-    return subprocess.Popen(
-        [str(REPOSITORY / "launch" / name), *map(str, arguments)],
-        env=clean_environment() | environment, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    command = [str(REPOSITORY / "launch" / name), *map(str, arguments)]
+    return Started(command, env=clean_environment() | environment)
 
 
 def command_line(pid):
