@@ -7,9 +7,11 @@ another that has already left.
 import contextlib
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Any, TextIO
 
 STOP_FILE, SAVE_FILE = "STOP", "SAVE"
 PREEMPTED = 75  # exit status after a signal: saved, to be started again (EX_TEMPFAIL of sysexits.h)
@@ -26,6 +28,27 @@ class Interrupted(Exception):
         self.status = status
 
 
+class Unbroken:
+    """A text stream that takes no notice when nobody reads it any more, so that a rank lives on to save."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write what can be written; the rest is lost."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush what can be flushed."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class Control:
     """What was asked of this rank. Made when training starts: before that a signal ends a process as ever."""
 
@@ -33,6 +56,8 @@ class Control:
         self.folder, self.is_main = output_dir, is_main
         self._signalled = 0.0
         self._chain = _launchers(os.getpid())
+        if "DSTRAIN_RUN" in os.environ:  # the screen is at the other end of a connection that may be lost
+            sys.stdout, sys.stderr = Unbroken(sys.stdout), Unbroken(sys.stderr)
         if is_main:
             self._remove(STOP_FILE, SAVE_FILE)  # of an earlier run
         for name in SIGNALS:

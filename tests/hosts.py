@@ -155,4 +155,5 @@ class Hosts:
                 host.process.kill()
                 host.process.wait()
             subprocess.run(["ip", "netns", "delete", host.space], capture_output=True)
+            subprocess.run(["ip", "link", "delete", host.link], capture_output=True)
         subprocess.run(["ip", "link", "delete", self.bridge], capture_output=True)

@@ -177,10 +177,9 @@ def started_on(cluster, number, command, **environment):
     """Start a script of launch/ on a host, by hand as it were."""
     words = " ".join(f"{name}='{value}'" for name, value in environment.items())
     path = clean_environment()["PATH"]
-    return subprocess.Popen(
+    return Started(
         ["ssh", "-F", str(cluster.folder / "config"), cluster.hosts[number].address,
-         f"cd {REPOSITORY} && PATH={path} {words} launch/{command}"],
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+         f"cd {REPOSITORY} && PATH={path} {words} launch/{command}"]
     )  # fmt: skip
 
 

@@ -378,3 +378,23 @@ def test_the_first_failure_is_the_last_thing_on_the_screen(gpu_machine, tmp_path
         )
         assert done.returncode == status
         assert done.stderr.splitlines()[1:] == ([last] if last else [])
+
+
+def test_a_screen_that_is_gone_does_not_end_a_rank():
+    code = (
+        "import sys, time; from dstrain.control import Unbroken\n"
+        "sys.stdout = Unbroken(sys.stdout)\n"
+        "print('ready', flush=True); sys.stdin.read()\n"
+        "for n in range(5): print('lost', flush=True)\n"
+        "print('alive', file=sys.stderr); import os; sys.stdout.flush(); os._exit(0)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=REPOSITORY, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout.readline() == "ready\n"
+    process.stdout.close()
+    process.stdin.close()
+    assert process.stderr.read() == "alive\n"
+    assert process.wait(20) == 0
+    process.stderr.close()
