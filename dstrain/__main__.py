@@ -154,6 +154,24 @@ def last_failure(
         typer.echo(failed.text())
 
 
+@app.command()
+def check_hosts(
+    hostfile: Annotated[Path, typer.Option(help="Lines of HOST slots=N")],
+    master_addr: Annotated[str, typer.Option("--master_addr", help="Address of the first host")] = "",
+    master_port: Annotated[int, typer.Option("--master_port", help="Port of rank 0; 0: a free one")] = 0,
+) -> None:
+    """Ask each host by ssh: is it reached, has it the same code and versions, is there a way to rank 0?"""
+    from dstrain import hosts
+
+    slots = hosts.read_hostfile(hostfile)
+    names = [host for host, _ in slots]
+    said = hosts.check(names, Path.cwd())
+    address, port = hosts.meet(names, said, master_addr, master_port)
+    for host, number in slots:
+        typer.echo(f"{host}: {number} ranks, {', '.join(said[host]['addresses'])}")
+    typer.echo(f"all {len(names)} hosts have the same Python, packages and code; rank 0 at {address}:{port}")
+
+
 @app.command(context_settings={"allow_extra_args": True})
 def parity(
     context: typer.Context,

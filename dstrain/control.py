@@ -7,15 +7,38 @@ another that has already left.
 import contextlib
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Any, TextIO
 
 STOP_FILE, SAVE_FILE = "STOP", "SAVE"
 PREEMPTED = 75  # exit status after a signal: saved, to be started again (EX_TEMPFAIL of sysexits.h)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _SAME_S = 2.0  # launchers pass a signal on that the ranks have got already
-_LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed", "accelerate")
+_LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed", "accelerate", "mpirun", "orted")
+
+
+class Unbroken:
+    """A text stream that takes no notice when nobody reads it any more, so that a rank lives on to save."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write what can be written; the rest is lost."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush what can be flushed."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class Control:
@@ -25,6 +48,8 @@ class Control:
         self.folder, self.is_main = output_dir, is_main
         self._signalled = 0.0
         self._chain = _launchers(os.getpid())
+        if "DSTRAIN_RUN" in os.environ:  # the screen is at the other end of a connection that may be lost
+            sys.stdout, sys.stderr = Unbroken(sys.stdout), Unbroken(sys.stderr)
         if is_main:
             self._remove(STOP_FILE, SAVE_FILE)  # of an earlier run
         for name in SIGNALS:
@@ -56,9 +81,11 @@ class Control:
 
 def _launchers(pid: int) -> list[tuple[int, int]]:
     """Return the launchers above `pid`, as (process, its parent), nearest first; none without /proc."""
+    # A run of multi_node.sh ends here with its connection; one begun by hand over ssh outlives it.
+    names = (*_LAUNCHERS, "sshd") if "DSTRAIN_RUN" in os.environ else _LAUNCHERS
     chain = []
     parent = _parent(pid)
-    while parent and parent > 1 and any(name in _command(parent) for name in _LAUNCHERS):
+    while parent and parent > 1 and any(name in _command(parent) for name in names):
         above = _parent(parent)
         chain.append((parent, above or 0))
         parent = above

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import transformers
 
-from dstrain import clock, rendezvous
+from dstrain import clock, hosts, rendezvous
 from dstrain.errors import UserError
 
 os.environ.setdefault(
@@ -34,6 +34,13 @@ _PATIENCE_S = 10.0
 _GROUP_TIMEOUT = timedelta(hours=2)  # the watchdog comes first
 
 _meeting: "rendezvous.Meeting | None" = None  # of this process's group
+_OPENMPI = {
+    "RANK": "RANK",
+    "WORLD_SIZE": "SIZE",
+    "LOCAL_RANK": "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE": "LOCAL_SIZE",
+    "LOCAL_SIZE": "LOCAL_SIZE",
+}
 
 UMASK = os.umask(0)  # can only be read by setting it, which is safe while there are no threads
 os.umask(UMASK)
@@ -57,9 +64,12 @@ class World:
 def world() -> World:
     """Read the launcher's environment variables; without a launcher, be one process.
 
-    Raises UserError if they contradict each other.
+    OpenMPI's own are given the names that libraries read. Raises UserError if they contradict each other.
     """
     env = os.environ
+    if "RANK" not in env and "OMPI_COMM_WORLD_RANK" in env:
+        for name, theirs in _OPENMPI.items():
+            env[name] = env[f"OMPI_COMM_WORLD_{theirs}"]
     values = {}
     for name, names, default in (
         ("rank", ("RANK",), "0"),
@@ -105,6 +115,8 @@ def prepare() -> World:
     if not place.is_main:
         warnings.simplefilter("ignore")
     use_cores(place)
+    if place.size > place.local_size:
+        hosts.use_interface(os.environ.get("MASTER_ADDR"))
     return place
 
 

@@ -1,27 +1,29 @@
-"""What must be the same on every host of a run: Python, the packages, and this code."""
+"""What must be the same on every host of a run: Python, the packages, this code. Standard library only."""
 
 import hashlib
 import importlib.metadata
 import platform
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
-_PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "tokenizers")
-_ROOT = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def fingerprint() -> dict[str, str]:
-    """Return versions of Python and of the packages, and a digest of train.py and this library."""
-    facts = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            facts[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            facts[package] = "missing"
+    """Return versions of Python and of the packages of requirements.txt, and a digest of our code."""
     code = hashlib.sha256()
-    for file in (_ROOT / "train.py", *sorted((_ROOT / "dstrain").rglob("*.py"))):
-        code.update(f"{file.relative_to(_ROOT)}\0".encode() + file.read_bytes() + b"\0")
-    return facts | {"code": code.hexdigest()[:12]}
+    for file in (REPOSITORY / "train.py", *sorted((REPOSITORY / "dstrain").rglob("*.py"))):
+        code.update(f"{file.relative_to(REPOSITORY)}\0".encode() + file.read_bytes() + b"\0")
+    facts = {"python": platform.python_version(), "code": code.hexdigest()[:12]}
+    for line in (REPOSITORY / "requirements.txt").read_text(encoding="utf-8").splitlines():
+        match = re.match(r"[\w.-]+", line)
+        if match:
+            try:
+                facts[match[0]] = importlib.metadata.version(match[0])
+            except importlib.metadata.PackageNotFoundError:
+                facts[match[0]] = "missing"
+    return facts
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:

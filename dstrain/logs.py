@@ -62,8 +62,9 @@ class RankLog:
 
     def close(self) -> None:
         """Give the screen back."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # nobody may be reading it any more
+            sys.stdout.flush()
+            sys.stderr.flush()
         sys.stdout, sys.stderr = self._streams
         for number, screen in enumerate(self._screen, 1):
             os.dup2(screen, number)

@@ -2,8 +2,11 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import yaml
@@ -59,23 +62,37 @@ def tiny_recipe(folder: Path, **sections) -> Path:
     return file
 
 
-def launch(
-    *arguments, launcher: str = "python", ranks: int = 1, cwd: Path = REPOSITORY, env=None, timeout=300,
-    script: Path = REPOSITORY / "train.py",
-):  # fmt: skip
-    """Run train.py, or a script that wraps it, under a real launcher. Returns the finished process."""
+def free_port() -> int:
+    """Return a port that is free at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def clean_environment() -> dict[str, str]:
+    """Return this environment without what a launcher, W&B or a process group in the tests has set."""
+    names = (
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *("CROSS_RANK", "CROSS_SIZE", "GLOO_SOCKET_IFNAME", "DSTRAIN_RESTARTS", "DS_ACCELERATOR"),
+    )
+    prefixes = ("WANDB", "TORCHELASTIC", "OMPI_", "SLURM_", "PMIX_")
+    environment = {
+        key: value for key, value in os.environ.items() if key not in names and not key.startswith(prefixes)
+    }
     scripts = Path(sys.executable).parent
-    port = str(20000 + os.getpid() % 20000)
-    command = {
+    environment["PATH"] = f"{scripts}{os.pathsep}{environment['PATH']}:/usr/sbin:/sbin"
+    return environment
+
+
+def launcher_command(launcher: str, ranks: int) -> list[str]:
+    """Return the words of a launcher before the script."""
+    scripts = Path(sys.executable).parent
+    port = str(free_port())
+    return {
         "python": [sys.executable],
         "deepspeed": [
-            str(scripts / "deepspeed"),
-            "--num_gpus",
-            str(ranks),
-            "--master_port",
-            port,
-            "--log_level",
-            "error",
+            *(str(scripts / "deepspeed"), "--num_gpus", str(ranks), "--master_port", port),
+            *("--log_level", "error"),
         ],
         "torchrun": [str(scripts / "torchrun"), "--nproc-per-node", str(ranks), "--master-port", port],
         "accelerate": [
@@ -84,19 +101,39 @@ def launch(
             *("--main_process_port", port),
         ],
     }[launcher]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "RANK"))}
-    for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        environment.pop(name, None)  # a process group inside the tests sets them
-    environment["PATH"] = f"{scripts}{os.pathsep}{environment['PATH']}"
+
+
+def launch(
+    *arguments, launcher: str = "python", ranks: int = 1, cwd: Path = REPOSITORY, env=None, timeout=300,
+    script: Path = REPOSITORY / "train.py",
+):  # fmt: skip
+    """Run train.py, or a script that wraps it, under a real launcher. Returns the finished process."""
     return subprocess.run(
-        [*command, str(script), *map(str, arguments)],
+        [*launcher_command(launcher, ranks), str(script), *map(str, arguments)],
         cwd=cwd,
-        env=environment | (env or {}),
+        env=clean_environment() | (env or {}),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=timeout,
     )
+
+
+class Started(subprocess.Popen):
+    """A process whose output goes to files: it may say any amount before somebody asks."""
+
+    def __init__(self, command, **how):
+        self.out, self.err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
+        super().__init__(
+            command, stdin=subprocess.DEVNULL, stdout=self.out, stderr=self.err, text=True, **how
+        )
+
+    def communicate(self, timeout=None):
+        """Wait until it has ended, and return what it said."""
+        self.wait(timeout)
+        for file in (self.out, self.err):
+            file.seek(0)
+        return self.out.read(), self.err.read()
 
 
 def metrics(output_dir: Path) -> list[dict]:
@@ -107,3 +144,40 @@ def metrics(output_dir: Path) -> list[dict]:
 def losses(output_dir: Path) -> list[float]:
     """Return the training losses of a run, step by step."""
     return [row["loss"] for row in metrics(output_dir) if "loss" in row]
+
+
+def ranks_of(recipe: Path) -> list[int]:
+    """Return the process ids of the ranks that train a recipe on this machine."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        is_rank = any(word.endswith(b"train.py") for word in words[:4]) and str(recipe).encode() in words
+        names = (b"deepspeed.launcher.launch", b"torch.distributed.run", b"accelerate.commands.launch")
+        launcher = any(word in names or word.endswith((b"/deepspeed", b"/torchrun")) for word in words[:4])
+        if is_rank and not launcher:
+            found.append(int(folder.name))
+    return sorted(found)
+
+
+def wait_for(condition, seconds: float = 120) -> None:
+    """Wait until a condition holds, or fail."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.05)
+
+
+def trains(recipe: Path, rows: int = 3) -> bool:
+    """Whether a run has written more than `rows` rows."""
+    run = recipe.parent / "run"
+    return (run / "metrics.jsonl").exists() and len(metrics(run)) > rows
+
+
+def last_step(recipe: Path) -> int | None:
+    """Return the step of the newest checkpoint of a run."""
+    from dstrain import checkpoint
+
+    return checkpoint.newest_step(recipe.parent / "run" / "checkpoints")

@@ -101,7 +101,8 @@ def test_fingerprint_follows_the_code(tmp_path, monkeypatch):
     (tmp_path / "dstrain").mkdir()
     (tmp_path / "train.py").write_text("1")
     (tmp_path / "dstrain" / "a.py").write_text("2")
-    monkeypatch.setattr(module, "_ROOT", tmp_path)
+    (tmp_path / "requirements.txt").write_text("torch==2.13.0  # and more\n")
+    monkeypatch.setattr(module, "REPOSITORY", tmp_path)
     before = module.fingerprint()
     assert differences(before, module.fingerprint()) == ""
     (tmp_path / "dstrain" / "a.py").write_text("3")

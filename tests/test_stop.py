@@ -5,11 +5,22 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import drill
 import pytest
-from running import REPOSITORY, launch, losses, metrics, tiny_recipe
+from running import (
+    REPOSITORY,
+    clean_environment,
+    last_step,
+    launch,
+    launcher_command,
+    losses,
+    metrics,
+    ranks_of,
+    tiny_recipe,
+    trains,
+    wait_for,
+)
 
 from dstrain import checkpoint
 from dstrain.control import PREEMPTED
@@ -20,53 +31,12 @@ LONG = {"max_steps": 5000, "train_micro_batch_size_per_gpu": 1}
 
 def start(recipe, launcher, ranks):
     """Start a long run, and return its process and the ranks' process ids once it trains."""
-    scripts = Path(sys.executable).parent
-    port = str(20000 + time.monotonic_ns() % 20000)
-    command = {
-        "python": [sys.executable],
-        "deepspeed": [str(scripts / "deepspeed"), "--num_gpus", str(ranks), "--master_port", port],
-        "torchrun": [str(scripts / "torchrun"), "--nproc-per-node", str(ranks), "--master-port", port],
-    }[launcher]
-    environment = {
-        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
-    for name in ("LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        environment.pop(name, None)
-    environment["PATH"] = f"{scripts}{os.pathsep}{environment['PATH']}"
     process = subprocess.Popen(
-        [*command, str(REPOSITORY / "train.py"), "--config", str(recipe)],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [*launcher_command(launcher, ranks), str(REPOSITORY / "train.py"), "--config", str(recipe)],
+        env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    run = recipe.parent / "run"
-    wait_for(lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) > 3)
+    wait_for(lambda: trains(recipe))
     return process, ranks_of(recipe)
-
-
-def ranks_of(recipe):
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        is_rank = any(word.endswith(b"train.py") for word in words[:4]) and str(recipe).encode() in words
-        launcher = any(
-            b"launch" in word or word.endswith((b"/deepspeed", b"/torchrun")) for word in words[:4]
-        )
-        if is_rank and not launcher:
-            found.append(int(folder.name))
-    return sorted(found)
-
-
-def wait_for(condition, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.05)
-
-
-def last_step(recipe):
-    return checkpoint.newest_step(recipe.parent / "run" / "checkpoints")
 
 
 @pytest.mark.parametrize(
@@ -152,15 +122,15 @@ def test_short_drill(tmp_path):
 def test_the_launch_script_waits_for_the_save(tmp_path):
     recipe = tiny_recipe(tmp_path, train=LONG, checkpoint={"export": False})
     script = [str(REPOSITORY / "launch" / "single_node.sh"), str(recipe)]
-    environment = {
-        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
-    environment |= {"NUM_GPUS": "2", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     process = subprocess.Popen(
-        script, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        script,
+        env=clean_environment() | {"NUM_GPUS": "2"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     run = tmp_path / "run"
-    wait_for(lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) > 3)
+    wait_for(lambda: trains(recipe))
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == PREEMPTED
@@ -173,14 +143,7 @@ def test_the_launch_script_starts_a_run_again(tmp_path):
         tmp_path, train=LONG | {"max_steps": 600}, checkpoint={"export": False, "save_steps": 20}
     )
     script = [str(REPOSITORY / "launch" / "single_node.sh"), str(recipe)]
-    environment = {
-        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
-    environment |= {
-        "NUM_GPUS": "2",
-        "RESTARTS": "2",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    }
+    environment = clean_environment() | {"NUM_GPUS": "2", "RESTARTS": "2"}
     process = subprocess.Popen(
         script, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -201,14 +164,10 @@ def restarting(recipe, code):
         f"from dstrain import distributed\n{code}\n"
         "train.main(train.parse_args(), distributed.prepare())\ndistributed.leave(0)\n"
     )
-    command = [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "--max-restarts", "8"]
-    port = str(20000 + time.monotonic_ns() % 20000)
-    environment = {
-        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
+    command = [*launcher_command("torchrun", 2), "--max-restarts", "8", "--monitor-interval", "0.2"]
     return subprocess.run(
-        [*command, "--master-port", port, "--monitor-interval", "0.2", str(script), "--config", str(recipe)],
-        env=environment, capture_output=True, text=True, timeout=400,
+        [*command, str(script), "--config", str(recipe)],
+        env=clean_environment(), capture_output=True, text=True, timeout=400,
     )  # fmt: skip
 
 
