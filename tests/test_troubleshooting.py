@@ -78,9 +78,10 @@ def test_a_documented_command_runs(place, monkeypatch, capsys, line):
         output = in_process(monkeypatch, capsys, words[2:])
         assert "[[" in output and "--- document 1:" in output
     elif words[:3] == ["python", "-m", "dstrain"]:
-        result = CliRunner().invoke(commands.app, words[3:])
+        quick = ["--skip", "ranks"] if words[3] == "doctor" else []  # test_doctor_runs.py starts its ranks
+        result = CliRunner().invoke(commands.app, words[3:] + quick)
         may_find_faults = words[3] == "doctor"  # with this machine
-        assert result.exit_code in ((0, 1, 2) if may_find_faults else (0,)), result.output
+        assert result.exit_code in ((0, 1) if may_find_faults else (0,)), result.output
         assert result.output or words[3] == "last-failure"
         if words[3] == "diagnose" and "--against" in words:
             assert "no different from the reference" in result.output
