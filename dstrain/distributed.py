@@ -142,9 +142,10 @@ def start(place: World, limit_s: float = 600.0) -> None:
     if the ranks do not come together or do not run the same code.
     """
     global _meeting
+    os.environ.setdefault("LOCAL_SIZE", str(place.local_size))
+    os.environ.setdefault("LOCAL_RANK", str(place.local_rank))
     if torch.distributed.is_initialized():
         return
-    os.environ.setdefault("LOCAL_SIZE", str(place.local_size))
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")  # the last collectives, for who stands where
     if not on_cpu():
         torch.cuda.set_device(place.local_rank)

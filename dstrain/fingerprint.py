@@ -27,9 +27,7 @@ def fingerprint() -> dict[str, str]:
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """Return what differs, as `torch 2.13.0 (here 2.12.1)`; empty if nothing does."""
-    return ", ".join(
-        f"{name} {theirs.get(name, 'missing')} (here {ours.get(name, 'missing')})"
-        for name in (*ours, *(theirs.keys() - ours.keys()))
-        if ours.get(name) != theirs.get(name)
-    )
+    """Return the first things that differ, as `torch is 2.12.1 there and 2.13.0 here`, or nothing."""
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    shown = [f"{name} is {theirs.get(name)} there and {ours.get(name)} here" for name in names[:3]]
+    return "; ".join(shown) + (f"; and {len(names) - 3} more" if len(names) > 3 else "")

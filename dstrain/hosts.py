@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.errors import UserError, nearest
-from dstrain.fingerprint import REPOSITORY, fingerprint
+from dstrain.fingerprint import REPOSITORY, differences, fingerprint
 
 _CONNECT_S = 10  # until ssh must have connected
 _ANSWER_S = 60.0  # until a host must have answered: Python may start slowly from a shared file system
@@ -128,9 +128,7 @@ def check(hosts: Sequence[str], folder: Path | None = None) -> dict[str, dict[st
         problem = _problem(answer, folder)
         if problem is None:
             said[answer.host] = json.loads(answer.out.splitlines()[-1])
-            there = said[answer.host]["fingerprint"]
-            keys = [key for key in own if own[key] != there.get(key)]
-            problem = "; ".join(f"{key} is {there.get(key)} there and {own[key]} here" for key in keys[:3])
+            problem = differences(own, said[answer.host]["fingerprint"])
         if problem:
             problems.append(f"host {answer.host}: {problem}")
     if problems:

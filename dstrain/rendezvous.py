@@ -140,7 +140,7 @@ def _gather(store: Store, size: int, limit_s: float) -> Meeting:
     for rank, facts in enumerate(ranks):
         if other := differences(ranks[0]["runs"], facts["runs"]):
             hosts = f"host {facts['host']} (rank {rank}) differs from {ranks[0]['host']}"
-            error = f"{hosts}: {other}; make them alike"
+            error = f"{hosts} (here): {other}"
             meeting.set("verdict", json.dumps({"error": error}))
             time.sleep(2)  # this process holds the store
             raise UserError(error)

@@ -91,8 +91,8 @@ def test_a_host_with_other_packages(store, monkeypatch):
     assert set(outcomes) == {0, 1, 2}
     assert len(set(outcomes.values())) == 1
     assert "(rank 1) differs from" in outcomes[0]
-    assert f"torch 1.0 (here {torch.__version__.partition('+')[0]}" in outcomes[0]
-    assert "code abc (here " in outcomes[0]
+    assert f"torch is 1.0 there and {torch.__version__.partition('+')[0]}" in outcomes[0]
+    assert "code is abc there and " in outcomes[0]
 
 
 def test_fingerprint_follows_the_code(tmp_path, monkeypatch):
@@ -106,7 +106,7 @@ def test_fingerprint_follows_the_code(tmp_path, monkeypatch):
     before = module.fingerprint()
     assert differences(before, module.fingerprint()) == ""
     (tmp_path / "dstrain" / "a.py").write_text("3")
-    assert differences(before, module.fingerprint()).startswith("code ")
+    assert differences(before, module.fingerprint()).startswith("code is ")
 
 
 @pytest.mark.parametrize(
