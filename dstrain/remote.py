@@ -46,6 +46,8 @@ _ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"  # a dead host is n
 _FAILED_S = 10.0  # what ranks on other hosts get to say what they saw, once one host has failed
 _LOST_S = 3.0  # the same, once a host is gone: they wait for it and have nothing to say
 _SSH_FAILED = 255
+# pdsh gives each ssh a session of its own, so they are no part of the launcher's process group.
+_KILL_TREE = 'all=$(pgrep -g "$1"); kill -KILL $(for one in $all; do pgrep -P "$one"; done) $all 2>/dev/null'
 _SAVE_S = 60  # what ranks get that have lost their launcher, to save
 _SAME_S = 2.0
 
@@ -196,7 +198,7 @@ def _follow(
     )
     # If this process is killed, so is the launcher; the ranks then notice that their ssh is gone.
     guard = subprocess.Popen(
-        ["sh", "-c", f"read -r _; kill -KILL -{process.pid}"],
+        ["sh", "-c", f"read -r _; {_KILL_TREE}", "guard", str(process.pid)],
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
