@@ -58,7 +58,7 @@ def test_what_a_run_shows_and_leaves(straight):
         "eval",
         "trained",
     ]
-    assert (run / "logs" / "rank-0.log").read_text().splitlines()[1:] == lines
+    assert (run / "logs" / "rank-0.log").read_text().splitlines()[2:] == lines
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -257,7 +257,7 @@ def test_a_log_has_the_last_form_of_a_line(tmp_path, capsys):
         log.close()
     print("not in it")
     text = (tmp_path / "rank-0.log").read_text().splitlines()
-    assert text[1:] == ["a bar 100 %", "done"]
+    assert text[2:] == ["a bar 100 %", "done"]
     assert "10 %" in capsys.readouterr().out
 
 
@@ -271,4 +271,4 @@ def test_two_ranks_are_not_held_up(tmp_path):
     process = launch("--config", recipe, launcher="torchrun", ranks=2)
     assert process.returncode == 0, process.stderr
     assert len(metrics(tmp_path / "run")) == 9
-    assert rank_log(tmp_path, 1).count("\n") == 1  # who it is, and nothing that other ranks say as well
+    assert rank_log(tmp_path, 1).count("\n") == 2  # who it is, and nothing that other ranks say as well

@@ -43,9 +43,12 @@ def _share(output_dir: Path, place: distributed.World) -> None:
     """Let the first rank prepare the folder of logs, and see that all ranks find it there."""
     mark = output_dir / "logs" / f".seen-by-all-{distributed.gather(os.getpid())[0]}"
     if place.is_main:
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        failure.clear(output_dir)
-        mark.touch()
+        try:
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            failure.clear(output_dir)
+            mark.touch()
+        except OSError as error:
+            raise UserError(f"output_dir={str(output_dir)!r}: cannot be written: {error.strerror}") from None
     distributed.barrier()
     deadline = time.monotonic() + _SHARED_S  # a file on NFS takes a while to be seen
     while not (found := mark.exists()) and time.monotonic() < deadline:
