@@ -58,6 +58,8 @@ def read_hostfile(file: Path) -> list[tuple[str, int]]:
         if not words:
             continue
         where = f"{file}:{number}"
+        if not re.fullmatch(r"[\w.:@-]+", words[0]) or words[0].startswith("-"):
+            raise UserError(f"{where}: {words[0]!r} is no host name or address")
         if len(words) == 1:
             raise UserError(f"{where}: {words[0]!r} has no slots; write: {words[0]} slots=N")
         key, _, value = words[1].partition("=")
@@ -67,8 +69,6 @@ def read_hostfile(file: Path) -> list[tuple[str, int]]:
             raise UserError(f"{where}: slots={value!r} is no number of ranks above 0")
         if len(words) > 2:
             raise UserError(f"{where}: {words[2]!r} after slots={value}; a line is: HOST slots=N")
-        if not re.fullmatch(r"[\w.:@-]+", words[0]) or words[0].startswith("-"):
-            raise UserError(f"{where}: {words[0]!r} is no host name or address")
         if words[0] in found:
             raise UserError(f"{where}: {words[0]} is there twice; give it one line with all its slots")
         found[words[0]] = int(value)

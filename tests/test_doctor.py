@@ -1043,47 +1043,6 @@ def test_unknown_trackers():
 # ---- Hosts.
 
 
-def test_hostfile(tmp_path):
-    file = tmp_path / "hosts"
-    file.write_text("# two nodes\nnode-1 slots=4\n\n  10.0.0.2   slots=2  # the small one\n")
-    assert [(host.name, host.slots) for host in hosts.parse(file)] == [("node-1", 4), ("10.0.0.2", 2)]
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "names no host"),
-        ("# nothing\n\n", "names no host"),
-        ("a slots=1\nb\n", ":2: b: slots are missing; write `b slots=N`"),
-        ("a slots=x\n", ":1: slots='x' is not a number above 0"),
-        ("a slots=0\n", ":1: slots='0' is not a number above 0"),
-        ("a slots=-1\n", ":1: slots='-1' is not a number above 0"),
-        ("a slots = 4\n", ":1: 'slots = 4' is not understood"),
-        ("a slots=4 max=5\n", ":1: 'max=5' is not understood"),
-        ("a gpus=4\n", ":1: 'gpus=4' is not understood"),
-        ("a slots=1\n\nb slots=1\na slots=1\n", ":4: a is given twice (first in line 1)"),
-        ("slots=4\n", ":1: 'slots=4' names no host"),
-    ],
-)
-def test_mistakes_in_a_hostfile(tmp_path, text, says):
-    file = tmp_path / "hosts"
-    file.write_text(text)
-    with pytest.raises(UserError) as raised:
-        hosts.parse(file)
-    assert says in str(raised.value)
-    assert str(raised.value).startswith(str(file))
-
-
-def test_hostfiles_that_cannot_be_read(tmp_path):
-    with pytest.raises(UserError, match="no such hostfile"):
-        hosts.parse(tmp_path / "none")
-    with pytest.raises(UserError, match="cannot be read"):
-        hosts.parse(tmp_path)
-    (tmp_path / "hosts").write_bytes(b"\xff\xfe\n")
-    with pytest.raises(UserError, match="not UTF-8"):
-        hosts.parse(tmp_path / "hosts")
-
-
 def test_differences_between_hosts(tmp_path):
     recipe_file = tmp_path / "recipe.yaml"
     recipe_file.write_text("a: 1\n")

@@ -119,7 +119,7 @@ def test_a_mistake_is_one_line_and_status_2(tmp_path):
     file.write_text("one slots=1\none slots=2\n")
     done = doctor("--hostfile", file)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"error: {file}:2: one is given twice (first in line 1); add its slots up\n"
+    assert done.stderr == f"error: {file}:2: one is there twice; give it one line with all its slots\n"
 
 
 @pytest.fixture

@@ -228,6 +228,10 @@ def test_the_page_names_every_file():
         ("a slots=1 gpu\n", ":1: 'gpu' after slots=1; a line is: HOST slots=N"),
         ("-oProxyCommand=x slots=1\n", ":1: '-oProxyCommand=x' is no host name or address"),
         ("# none\n", ": names no host; a line is: HOST slots=N"),
+        ("slots=4\n", ":1: 'slots=4' is no host name or address"),
+        ("a slots = 4\n", ":1: slots='' is no number of ranks above 0"),
+        ("a slots=-1\n", ":1: slots='-1' is no number of ranks above 0"),
+        ("a slots=4 max=5\n", ":1: 'max=5' after slots=4; a line is: HOST slots=N"),
     ],
 )
 def test_mistakes_in_a_hostfile(tmp_path, text, said):

@@ -53,7 +53,7 @@ ALLOWED = {
     "convert": {"checkpoint", "errors", "export", "request", "weights"},
     "doctor": {
         *("checkpoint", "config", "data", "distributed", "doctor", "ds_config", "errors", "fingerprint"),
-        *("model", "observe", "ops", "request", "run_folder"),
+        *("hosts", "model", "observe", "ops", "request", "run_folder"),
     },
     "diagnose": {"errors", "request", "diagnose"},
     "parity": {"errors", "data", "distributed", "model", "request", "parity", "watchdog"},

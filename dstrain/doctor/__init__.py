@@ -12,6 +12,7 @@ from typing import Any
 from dstrain.doctor import disk, gpu, hosts, machine, nccl, network, ranks, recipe, tracking
 from dstrain.doctor.check import Check, as_json, failure, guarded, ok, summary, table, worst
 from dstrain.errors import UserError, nearest
+from dstrain.hosts import read_hostfile
 
 __all__ = ["GROUPS", "Report", "build_ops", "examine", "one_host"]
 
@@ -62,7 +63,7 @@ def examine(
     if hostfile is not None:
         if count is not None:
             raise UserError("command line: --ranks and --hostfile: the hostfile's slots say how many")
-        listed = hosts.parse(hostfile)
+        listed = [hosts.Host(name, slots) for name, slots in read_hostfile(hostfile)]
         if len(listed) > 1:
             return _several_hosts(listed, config, overrides, skip)
         count = listed[0].slots  # the deepspeed launcher starts these here, without ssh

@@ -16,7 +16,6 @@ from typing import Any
 
 from dstrain.doctor import machine, network
 from dstrain.doctor.check import Check, failure, from_json, guarded, ok, on_hosts, summary, warning, worst
-from dstrain.errors import UserError
 from dstrain.fingerprint import fingerprint
 
 _REACH_S = 20.0
@@ -41,47 +40,6 @@ class Host:
     slots: int
     checks: list[Check] = field(default_factory=list)
     facts: dict[str, Any] | None = None
-
-
-def parse(file: Path) -> list[Host]:
-    """Read a hostfile in DeepSpeed's format, `worker-1 slots=8` a line; comments and blank lines are skipped.
-
-    Raises UserError that names the file and the line of a mistake.
-    """
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise UserError(f"{file}: no such hostfile") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{file}: not UTF-8") from None
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
-    found: list[Host] = []
-    seen: dict[str, int] = {}
-    for number, line in enumerate(lines, start=1):
-        words, where = line.split("#")[0].split(), f"{file}:{number}"
-        if not words:
-            continue
-        name, rest = words[0], words[1:]
-        if "=" in name:
-            raise UserError(f"{where}: {line.strip()!r} names no host; write `host slots=N`")
-        if not rest:
-            raise UserError(f"{where}: {name}: slots are missing; write `{name} slots=N`")
-        if len(rest) > 1 or not rest[0].startswith("slots="):
-            wrong = rest[1] if rest[0].startswith("slots=") else " ".join(rest)
-            raise UserError(
-                f"{where}: {wrong!r} is not understood; write `{name} slots=N`, without spaces around ="
-            )
-        text = rest[0].removeprefix("slots=")
-        if not text.isascii() or not text.isdigit() or int(text) == 0:
-            raise UserError(f"{where}: slots={text!r} is not a number above 0")
-        if name in seen:
-            raise UserError(f"{where}: {name} is given twice (first in line {seen[name]}); add its slots up")
-        seen[name] = number
-        found.append(Host(name, int(text)))
-    if not found:
-        raise UserError(f"{file}: names no host; write one a line: `host slots=N`")
-    return found
 
 
 def ssh_command(host: str) -> tuple[str, ...]:
