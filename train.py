@@ -25,6 +25,7 @@ from dstrain import (
     model,
     ops,
     request,
+    rng,
     run_folder,
     schedule,
     watchdog,
@@ -92,7 +93,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> int:
         model.checkpoint_activations(lm, offload=ds.offload_activations)
     warmup_steps = ds.warmup_steps or round(ds.warmup_ratio * max_steps)
     shape = (ds.lr_scheduler_type, max_steps, warmup_steps, ds.min_lr_ratio, recipe.train.decay_ratio)
-    distributed.seed_all(recipe.seed, world.rank)
+    rng.seed_all(recipe.seed, world.rank)
     with model.keep_buffers(lm):
         engine, *_ = deepspeed.initialize(
             model=model.CausalLMLoss(lm),

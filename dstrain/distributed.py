@@ -1,10 +1,9 @@
-"""Ranks, device, threads, seeds and the few collectives. The only module that touches `deepspeed.comm`."""
+"""Ranks, device, threads and the few collectives. The only module that touches `deepspeed.comm`."""
 
 import contextlib
 import io
 import logging
 import os
-import random
 import sys
 import time
 import warnings
@@ -14,7 +13,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 import transformers
 
@@ -206,36 +204,6 @@ def device_name() -> str:
 def on_cpu() -> bool:
     """Whether DeepSpeed will train on the CPU."""
     return not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR") == "cpu"
-
-
-def seed_all(seed: int, rank: int) -> None:
-    """Seed every generator; ranks differ, so that dropout does."""
-    random.seed(seed + rank)
-    np.random.seed(seed + rank)
-    torch.manual_seed(seed + rank)
-
-
-def rng_state() -> dict[str, torch.Tensor]:
-    """Return the state of this process's generators: PyTorch's, NumPy's and Python's."""
-    _, keys, position, *_ = np.random.get_state()
-    state = {
-        "torch": torch.get_rng_state(),
-        "numpy": torch.tensor([*map(int, keys), position]),
-        "python": torch.tensor(random.getstate()[1]),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_rng_state(state: dict[str, torch.Tensor]) -> None:
-    """Restore what `rng_state` returned."""
-    torch.set_rng_state(state["torch"])
-    *keys, position = state["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position))
-    random.setstate((3, tuple(state["python"].tolist()), None))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:

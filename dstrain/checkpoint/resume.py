@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from dstrain import distributed, fragments
+from dstrain import distributed, fragments, rng
 from dstrain.checkpoint import store
 from dstrain.checkpoint.saver import file_of, layout
 from dstrain.errors import UserError
@@ -113,7 +113,7 @@ def load(engine: Any, folder: Path, place: distributed.World) -> dict[str, Any]:
     fragments.set_loss_scale(engine, manifest["optimizer"]["loss_scale"])
     _set_position(engine, manifest["step"])
     if manifest["layout"]["ranks"] == place.size:
-        distributed.set_rng_state(reader.tensors(file_of(place.rank), "rng:"))
+        rng.set_rng_state(reader.tensors(file_of(place.rank), "rng:"))
     _check(engine, expected, manifest)
     same = manifest["layout"] == layout(engine, place)
     return manifest["trainer"] | {"step": manifest["step"], "same_layout": same, "layout": manifest["layout"]}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from dstrain import distributed, fragments
+from dstrain import distributed, fragments, rng
 from dstrain.checkpoint import store
 from dstrain.errors import UserError
 
@@ -145,7 +145,7 @@ class Saver:
             for name, buffer in engine.module.model.named_buffers():
                 if name in saved:
                     tensors[f"buffer:{name}"] = buffer.detach().to("cpu", copy=True).contiguous()
-        tensors |= {f"rng:{name}": tensor for name, tensor in distributed.rng_state().items()}
+        tensors |= {f"rng:{name}": tensor for name, tensor in rng.rng_state().items()}
         return tensors, listed
 
     def _write(
