@@ -83,6 +83,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> int:
 
     # ---- 3. Ranks, model and engine.
     swap_locks = run_folder.lock_nvme(ds.nvme_paths, world)  # noqa: F841  held as long as the process lives
+    lock = lock or (run_folder.lock(output_dir) if writes else None)
     ops.ready((*ops.COLLECTIVES, *ds.ops) if distributed.on_cpu() else ds.ops)
     distributed.start(world, recipe.train.init_timeout_seconds)
     limits = (recipe.train.init_timeout_seconds, recipe.train.train_timeout_seconds)
@@ -113,8 +114,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> int:
     # ---- 4. The loop.
     logs, parameters = recipe.logging, model.count_parameters(lm)
     flops = model.flops_per_token(model_config, parameters, seq_length)
-    device = distributed.device_name()
-    observer = Observer(output_dir, world, max_steps, first, logs.logging_steps, flops, device)
+    observer = Observer(output_dir, world, max_steps, first, logs.logging_steps, flops)
     held = dtypes.held(engine)
     observer.header(
         (*ds.notes, *dtypes.notes(held, ds.gas)),
@@ -130,7 +130,6 @@ def main(args: argparse.Namespace, world: distributed.World) -> int:
         observer.say(preview(tokenizer, loader.next_step()[0]))
         return 0
     if world.is_main:
-        lock = lock or run_folder.lock(output_dir)  # held as long as the process lives
         run.keep(output_dir)
     observer.start(engine, loader, logs.report_to, logs.project, logs.run_name, options, wandb_id)
 
@@ -166,6 +165,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> int:
             fault.tell(step, distributed.gather(loader.places()))
             raise
         tokens_seen += result.tokens
+        watchdog.enter("report", step)
         observer.step(step, result, step / epoch_steps, tokens_seen, time.perf_counter() - started, waited_s)
         eval_due = eval_data and schedule.is_due(step, recipe.eval.eval_steps, max_steps)
         observer.report(evaluate(step) if eval_due else None)
@@ -194,7 +194,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> int:
 if __name__ == "__main__":
     try:
         status = main(parse_args(), distributed.prepare())
-    except BaseException as error:  # told once for all ranks, with rank and host
+        watchdog.finish()
+    except (Exception, KeyboardInterrupt) as error:  # told once for all ranks, with rank and host
         status = watchdog.fail(error)
-    watchdog.stop()
     distributed.leave(status)

@@ -17,7 +17,8 @@ STOP_FILE, SAVE_FILE = "STOP", "SAVE"
 PREEMPTED = 75  # exit status after a signal: saved, to be started again (EX_TEMPFAIL of sysexits.h)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _SAME_S = 2.0  # launchers pass a signal on that the ranks have got already
-_LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed", "accelerate", "mpirun", "orted")
+_LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed", "accelerate", "mpirun", "orterun", "orted")
+_SHELLS = {"sh", "bash", "dash", "zsh", "ksh"}
 
 
 class Unbroken:
@@ -82,12 +83,19 @@ class Control:
 def _launchers(pid: int) -> list[tuple[int, int]]:
     """Return the launchers above `pid`, as (process, its parent), nearest first; none without /proc."""
     # A run of multi_node.sh ends here with its connection; one begun by hand over ssh outlives it.
-    names = (*_LAUNCHERS, "sshd") if "DSTRAIN_RUN" in os.environ else _LAUNCHERS
-    chain = []
+    names = {*_LAUNCHERS, "sshd"} if "DSTRAIN_RUN" in os.environ else set(_LAUNCHERS)
+    chain: list[tuple[int, int]] = []
+    shells: list[tuple[int, int]] = []  # count only below a launcher: others may end before the run does
     parent = _parent(pid)
-    while parent and parent > 1 and any(name in _command(parent) for name in names):
-        above = _parent(parent)
-        chain.append((parent, above or 0))
+    while parent and parent > 1:
+        above, programs = _parent(parent), _programs(parent)
+        if programs & names:
+            chain += [*shells, (parent, above or 0)]
+            shells = []
+        elif programs & _SHELLS:
+            shells.append((parent, above or 0))
+        else:
+            break
         parent = above
     return chain
 
@@ -109,8 +117,14 @@ def _parent(pid: int) -> int | None:
     return int(text.rpartition(")")[2].split()[1])
 
 
-def _command(pid: int) -> str:
+def _programs(pid: int) -> set[str]:
+    """Return the names of what a process runs: its program, its script, and the module after `-m`."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
-        return ""
+        return set()
+    found = {Path(word).name.partition(":")[0] for word in [w for w in words if not w.startswith("-")][:2]}
+    if "-m" in words[:4]:
+        module = words[words.index("-m") + 1 :][:1]
+        found |= {name for name in _LAUNCHERS if module and module[0].startswith(name)}
+    return found

@@ -281,13 +281,6 @@ def be_patient() -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End the process, all ranks of a good run together."""
-    if status == 0 and torch.distributed.is_initialized():
-        barrier()
-    exit_now(status)
-
-
-def exit_now(status: int) -> NoReturn:
     """End the process without the exit handlers of C++ libraries.
 
     Threads of the process group race with them: now and then a rank that had done all its work died of

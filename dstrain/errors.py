@@ -6,7 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 
-class UserError(Exception):
+class Told(Exception):
+    """An end of the run that is told in one line, with an exit status of its own."""
+
+    status = 1  # of the process
+
+
+class UserError(Told):
     """A mistake in a recipe, a DeepSpeed JSON, the data or the command line.
 
     The message is a single line that names the file, the key, the value and the nearest valid one.

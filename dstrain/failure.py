@@ -54,16 +54,26 @@ def from_json(text: str | bytes) -> Failure:
 def record(folder: Path, failure: Failure) -> bool:
     """Write the failure into the folder of logs if it is the first there. Returns whether it was."""
     temporary = folder / f".{FILE}.{socket.gethostname()}.{os.getpid()}"
+    text = json.dumps(asdict(failure), indent=2) + "\n"
     try:
-        temporary.write_text(json.dumps(asdict(failure), indent=2) + "\n", encoding="utf-8")
         try:
+            temporary.write_text(text, encoding="utf-8")
             os.link(temporary, folder / FILE)  # only one of all hosts succeeds
         except FileExistsError:
-            return False
-        finally:
+            raise
+        except OSError:  # a file system without links
+            with (folder / FILE).open("x", encoding="utf-8") as stream:
+                stream.write(text)
+    except FileExistsError:
+        return False
+    except OSError as error:  # a full disk must not hide what happened
+        with contextlib.suppress(OSError, ValueError):
+            print(
+                f"warning: {folder / FILE}: cannot be written: {error.strerror}", file=sys.stderr, flush=True
+            )
+    finally:
+        with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-    except OSError as error:  # a full disk or a file system without links must not hide what happened
-        print(f"warning: {folder / FILE} could not be written: {error.strerror}", file=sys.stderr, flush=True)
     return True
 
 

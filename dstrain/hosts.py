@@ -203,6 +203,8 @@ def interface_to(address: str) -> str | None:
     import psutil
 
     own = own_address(address)
+    if own and ipaddress.ip_address(own).is_loopback and own != address:  # a host's own name for 127.0.1.1
+        own = next(iter(_addresses()), own)
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == own for entry in entries):
             return name

@@ -52,13 +52,18 @@ class RankLog:
             os.dup2(self.file.fileno(), 1)
             os.dup2(self.file.fileno(), 2)
 
+    def note(self, text: str) -> None:
+        """Write lines to the log alone. A full disk is no reason to fail."""
+        with contextlib.suppress(OSError, ValueError):
+            self.file.write(text + "\n")
+            self.file.flush()
+
     def to_screen(self, text: str) -> None:
         """Print to standard error for people, from any rank."""
         data = (text + "\n").encode(errors="replace")
         with contextlib.suppress(OSError):
             os.write(self._screen[1] if self._screen else 2, data)
-        with contextlib.suppress(OSError, ValueError):
-            self.file.write(text + "\n")
+        self.note(text)
 
     def close(self) -> None:
         """Give the screen back."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from dstrain import distributed
+from dstrain import distributed, failure
 from dstrain.checkpoint.store import write_text
 from dstrain.errors import UserError
 
@@ -138,6 +138,7 @@ def lock(folder: Path, key: str = "output_dir") -> FileLock:
         folder.mkdir(parents=True, exist_ok=True)
         held = FileLock(folder / ".lock")
         held.acquire(timeout=0)
+        failure.clear(folder)  # how the run before ended is no word about this one
     except Timeout:
         raise UserError(f"{key}={str(folder)!r}: another run is writing there") from None
     except OSError as error:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from dstrain import clock, distributed
+from dstrain.errors import Told
 
 Batch = dict[str, torch.Tensor]
 
 
-class NonFinite(Exception):
+class NonFinite(Told):
     """The loss or the gradient is NaN or infinite, on `ranks`. `applied`: it has reached the weights."""
 
     status = 3  # of the process

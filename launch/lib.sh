@@ -64,7 +64,8 @@ supervise() {
         while is_left; do sleep 0.2; done # ranks that outlive their launcher to save
         [[ $stopped -eq 0 ]] || exit 75
         # 0 done, 2 a mistake to mend, 3 a loss that is not finite: started again, they would end the same way.
-        case $status in 0 | 2 | 3) break ;; esac
+        # 75: somebody asked a rank to stop.
+        case $status in 0 | 2 | 3 | 75) break ;; esac
         [[ $attempt -lt ${RESTARTS:-0} ]] || break
         echo "the run ended with status $status; starting it again ($((attempt + 1)) of $RESTARTS)" >&2
     done

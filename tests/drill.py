@@ -173,12 +173,13 @@ def main() -> None:
     """Run the drill, or, when a launcher starts it with a recipe, train."""
     if "DRILL" in os.environ:
         import train
-        from dstrain import distributed
+        from dstrain import distributed, watchdog
 
         order = json.loads(os.environ.pop("DRILL"))
         if order and order["rank"] in ("all", int(os.environ["RANK"])):
             plant(order["phase"], order["nth"])
         train.main(train.parse_args(), distributed.prepare())
+        watchdog.finish()
         distributed.leave(0)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

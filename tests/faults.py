@@ -58,7 +58,7 @@ if __name__ == "__main__":
     plant(**json.loads(os.environ["FAULT"]))
     try:
         status = train.main(train.parse_args(), distributed.prepare())
+        watchdog.finish()
     except BaseException as error:
         status = watchdog.fail(error)
-    watchdog.stop()
     distributed.leave(status)

@@ -161,8 +161,8 @@ def restarting(recipe, code):
     script = recipe.parent / "wrapped.py"
     script.write_text(
         f"import sys, os, signal\nsys.path.insert(0, {str(REPOSITORY)!r})\nimport train\n"
-        f"from dstrain import distributed\n{code}\n"
-        "train.main(train.parse_args(), distributed.prepare())\ndistributed.leave(0)\n"
+        f"from dstrain import distributed, watchdog\n{code}\n"
+        "train.main(train.parse_args(), distributed.prepare())\nwatchdog.finish()\ndistributed.leave(0)\n"
     )
     command = [*launcher_command("torchrun", 2), "--max-restarts", "8", "--monitor-interval", "0.2"]
     return subprocess.run(

@@ -217,13 +217,20 @@ def test_a_killed_run_starts_again_from_its_checkpoint(straight, tmp_path):
 
     recipe = tiny_recipe(tmp_path, train={"max_steps": 400}, checkpoint={"export": False, "save_steps": 2})
     command = [sys.executable, str(REPOSITORY / "train.py"), "--config", str(recipe)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    both = [
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     deadline = time.monotonic() + 120
+    while all(one.poll() is None for one in both) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process, second = sorted(both, key=lambda one: one.poll() is not None)
+    assert second.returncode == 2
+    assert "another run is writing there" in second.communicate()[1]
     while not (tmp_path / "run" / "checkpoints" / "step-4").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    second = launch("--config", recipe)  # while the first runs
-    assert second.returncode == 2
-    assert "another run is writing there" in second.stderr
+    assert [path.name for path in (tmp_path / "run" / "logs").glob("*.json")] == []  # no word of the second
+    assert (tmp_path / "run" / "logs" / "rank-0.log").read_text().count("--- in ") == 1
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     step = max(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from running import REPOSITORY, launch, metrics, tiny_recipe
 
-from dstrain import distributed, failure, logs
+from dstrain import control, distributed, failure, logs
 from dstrain.failure import DIED, HUNG, Failure
+from dstrain.observe.meter import peak_tflops
+from dstrain.observe.metrics import RowsFile
 from dstrain.watchdog import guard, look
 
 STEP = 6
@@ -55,17 +57,20 @@ def gone(recipe_folder):
 @pytest.mark.slow
 def test_a_rank_that_raises(tmp_path):
     """Its own traceback and one line are all that is on the screen; the log of the other says why it ended."""
-    process, failed = run(tmp_path, "raise")
+    process, failed = run(tmp_path, "raise", ranks=3)
     assert process.returncode == 1
     lines = own_lines(process)
-    assert lines[-1].startswith("error: rank 1 on ")
+    assert lines[-1].startswith("error: rank 2 on ")
     assert f"step {STEP}: ValueError: the fault that was planted" in lines[-1]
     assert process.stderr.count("Traceback") == 1
     assert len(lines) < 25
-    assert (failed.kind, failed.rank, failed.step, failed.status) == ("error", 1, STEP, 1)
+    assert (failed.kind, failed.rank, failed.step, failed.status) == ("error", 2, STEP, 1)
     assert "Traceback" in failed.traceback
-    assert "the fault that was planted" in rank_log(tmp_path, 0)
-    assert "the fault that was planted" in rank_log(tmp_path, 1)
+    for rank in range(3):
+        assert f"error: rank 2 on {failed.host}, step {STEP}: ValueError: the fault" in rank_log(
+            tmp_path, rank
+        )
+        assert "does not answer" not in rank_log(tmp_path, rank)  # though the store went with the first rank
     assert f"step {STEP - 1}/50" in rank_log(tmp_path, 0)
     assert gone(tmp_path)
     told = subprocess.run(
@@ -164,27 +169,67 @@ def test_an_evaluation_that_stands_still_alone(tmp_path):
     assert (failed.phase, failed.rank) == ("evaluation", 0)
 
 
-def test_limits_are_learnt(process_group):
+def later(watch, seconds):
+    """Let a phase have lasted so long."""
+    watch.at = watch.at._replace(since=watch.at.since - seconds)
+
+
+@pytest.fixture
+def watch(process_group):
+    """The watch over one process, whose limit for a start is half an hour."""
+    guarded = guard.Guard(distributed.World(0, 1, 0, 1), 1800.0, None)
+    yield guarded
+    guarded.stop()
+
+
+def test_limits_are_learnt(watch):
     """Of a step: ten times the longest so far, at least two minutes, without the first, which compiles."""
-    watch = guard.Guard(distributed.World(0, 1, 0, 1), 1800.0, None)
-    try:
-        assert watch.limit() == 1800.0
-        for step, seconds in enumerate((500.0, 1.0, 30.0, 20.0, 0.0), 1):
-            watch.enter("step", step)
-            assert watch.limit() == pytest.approx(1800.0 if step < 5 else 300.0, abs=1)
-            watch.since -= seconds
-        watch.enter("evaluation", 5)
-        assert watch.limit() == 1800.0
-        watch.since -= 2
-        watch.enter("evaluation", 6)
-        assert watch.limit() == guard.FLOOR_S
-        watch.enter("export", 6)
-        assert watch.limit() == 1800.0
-        watch.step_s = 7.0
-        watch.enter("step", 7)
-        assert watch.limit() == 7.0
-    finally:
-        watch.stop()
+    assert watch.limit("start-up") == 1800.0
+    for step, seconds in enumerate((500.0, 1.0, 30.0, 20.0, 0.0), 1):
+        watch.enter("step", step)
+        assert watch.limit("step") == pytest.approx(1800.0 if step < 5 else 300.0, abs=1)
+        later(watch, seconds)
+    watch.enter("evaluation", 5)
+    assert watch.limit("evaluation") == 1800.0
+    later(watch, 2)
+    watch.enter("saving", 5)
+    assert watch.limit("evaluation") == guard.FLOOR_S
+    watch.enter("saving", 6)  # most hold a copy; the last one waits until everything is written
+    assert watch.limit("saving") == watch.limit("export") == watch.limit("report") == 1800.0
+    watch.step_s = 7.0
+    assert watch.limit("step") == 7.0
+
+
+def test_a_process_that_was_suspended_is_not_hung(watch):
+    """A scheduler may stop a job for an hour; the clock of the machine goes on."""
+    watch.enter("step", 5)
+    since = watch.at.since
+    watch._forgive(0.3)
+    assert watch.at.since == since
+    watch._forgive(3600.0)
+    assert watch.at.since == since + 3600.0
+
+
+def test_a_full_disk_does_not_hide_a_failure(watch, tmp_path, capfd, monkeypatch):
+    """Neither log nor failure.json can be written; the screen says what happened, and the status counts."""
+    watch.folder, watch.log = tmp_path / "gone" / "logs", logs.RankLog(tmp_path, 0)
+    watch.log.file.close()
+    watch.log.file = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115
+    left = []
+    monkeypatch.setattr(distributed, "leave", left.append)
+    watch.end(Failure("hung", 0, "hung in step 3", HUNG, traceback="rank 0: there"))
+    sys.stdout, sys.stderr = watch.log._streams
+    watch.log = None
+    assert left == [HUNG]
+    assert "error: hung in step 3" in capfd.readouterr().err
+
+
+def test_errors_of_others_are_no_statuses(watch, capfd):
+    """Exceptions of libraries may have a `status` too, such as HTTP's 503."""
+    from urllib.error import HTTPError
+
+    assert watch.fail(HTTPError("http://x", 503, "unavailable", None, None)) == 1
+    assert "503" in capfd.readouterr().err
 
 
 def place(step, number, ended, name="all_reduce of 4 elements"):
@@ -236,10 +281,70 @@ def test_a_process_is_dead_before_its_parent_knows():
     assert look.dead(process.pid)
 
 
-def test_the_first_failure_stays(tmp_path):
+def test_a_lack_of_files_is_no_death(monkeypatch):
+    monkeypatch.setattr(
+        Path, "read_text", lambda *_, **__: (_ for _ in ()).throw(OSError(24, "too many open files"))
+    )
+    assert not look.dead(1)
+
+
+@pytest.mark.parametrize(
+    ("command", "is_launcher"),
+    [
+        (["python", "/venv/bin/deepspeed", "--num_gpus", "2", "train.py"], True),
+        (["/venv/bin/python3", "-u", "-m", "deepspeed.launcher.launch", "--world_info=x", "train.py"], True),
+        (["python", "/venv/bin/torchrun", "train.py"], True),
+        (["python", "-m", "torch.distributed.run", "train.py"], True),
+        (["mpirun", "-np", "2", "python"], True),
+        (["bash", "run_deepspeed.sh"], False),
+        (["bash", "-c", "python train.py --deepspeed_config x.json"], False),
+        (["bash", "/home/me/deepspeed-recipes/all.sh"], False),
+        (["python", "-m", "pytest", "tests/test_deepspeed.py"], False),
+    ],
+)
+def test_what_is_a_launcher(monkeypatch, command, is_launcher):
+    """A run ends with its launcher, but not with a script that merely has its name in a path."""
+    monkeypatch.setattr(Path, "read_bytes", lambda _: "\0".join([*command, ""]).encode())
+    assert bool(control._programs(7) & set(control._LAUNCHERS)) == is_launcher
+
+
+def test_rows_wait_for_room_on_the_disk(tmp_path, monkeypatch, capsys):
+    """A full disk costs no row and no training, and is said once."""
+    rows = RowsFile(tmp_path / "metrics.jsonl", None)
+    rows.write({"step": 1})
+    opened = Path.open
+    monkeypatch.setattr(
+        Path, "open", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    rows.write({"step": 2})
+    rows.write({"step": 3})
+    monkeypatch.setattr(Path, "open", opened)
+    rows.write({"step": 4})
+    assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4]
+    assert capsys.readouterr().err.count("cannot be written for now: No space left on device") == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA A100-SXM4-80GB", 311.8),
+        ("NVIDIA L40", 181.0), ("NVIDIA L40S", 362.0), ("NVIDIA L4", 121.0), ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA RTX A1000", None), ("cpu", None),
+    ],
+)  # fmt: skip
+def test_peaks_belong_to_whole_names(device, tflops):
+    assert peak_tflops(device) == tflops
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_the_first_failure_stays(tmp_path, monkeypatch, links):
+    """Also on file systems that know no hard links, such as mounted buckets."""
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *paths: (_ for _ in ()).throw(PermissionError(1, "no links")))
     first = Failure("error", 3, "ValueError: x", 1, host="b", step=7, phase="step")
     assert failure.record(tmp_path, first)
     assert not failure.record(tmp_path, Failure("died", 0, "y", DIED, host="a"))
+    assert [path.name for path in tmp_path.iterdir()] == ["failure.json"]
     (tmp_path / "logs").mkdir()
     (tmp_path / "failure.json").rename(tmp_path / "logs" / "failure.json")
     assert failure.read(tmp_path) == first

@@ -34,13 +34,12 @@ class Observer:
         first_step: int,
         logging_steps: int,
         flops_per_token: float | None,
-        device: str,
     ) -> None:
-        """world: this process's `distributed.World`. device: its product name, for the peak of the MFU."""
+        """world: this process's `distributed.World`."""
         self.output_dir, self.is_main = output_dir, world.is_main
         self.max_steps, self.first_step, self.logging_steps = max_steps, first_step, logging_steps
         self.console = Console(world.is_main, max_steps, first_step)
-        self.peak_tflops, self.flops_per_token = peak_tflops(device), flops_per_token
+        self.peak_tflops, self.flops_per_token = peak_tflops(distributed.device_name()), flops_per_token
         self.meter = Meter(world.size, flops_per_token, self.peak_tflops)
         self.trackers: Trackers | None = None
         self.dtypes: dict[str, str] = {}  # into the first row, then empty

@@ -1,5 +1,6 @@
 """How fast a run is: tokens per second, step time, time spent waiting for data, MFU, peak memory."""
 
+import re
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +10,16 @@ import torch
 # Dense bf16 peaks in TFLOP/s from the makers' data sheets, by a part of the device's name. Where the
 # device is not listed, no MFU is given.
 PEAK_TFLOPS = {
+    "GB200": 2500.0,
     "B200": 2250.0,
+    "GH200": 989.4,
     "H200": 989.4,
     "H100 NVL": 835.0,
     "H100 PCIe": 756.0,
     "H100": 989.4,
     "A100": 311.8,
     "L40S": 362.0,
+    "L40": 181.0,
     "L4": 121.0,
     "A10G": 70.0,
     "A10": 125.0,
@@ -26,7 +30,8 @@ PEAK_TFLOPS = {
 
 def peak_tflops(device: str) -> float | None:
     """Return the device's dense bf16 peak in TFLOP/s, or None where it is not known."""
-    return next((peak for name, peak in PEAK_TFLOPS.items() if name in device), None)
+    found = (peak for name, peak in PEAK_TFLOPS.items() if re.search(rf"\b{re.escape(name)}\b", device))
+    return next(found, None)
 
 
 @dataclass

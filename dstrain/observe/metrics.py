@@ -1,6 +1,9 @@
 """metrics.jsonl and logs/events.jsonl: one JSON object a line, appended as it happens."""
 
+import contextlib
 import json
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ class RowsFile:
 
     def __init__(self, file: Path | None, resumed_step: int | None) -> None:
         """Open the file; rows after `resumed_step` are cut off, so that no step stands in it twice."""
-        self.file = file
+        self.file, self.waiting = file, list[str]()
         if self.file:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
@@ -19,10 +22,25 @@ class RowsFile:
             self.file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append a row."""
-        if self.file:
+        """Append a row. On a full disk it is kept until there is room again, and training goes on."""
+        if not self.file:
+            return
+        self.waiting.append(json.dumps(dict(row)) + "\n")
+        size = self.file.stat().st_size if self.file.exists() else 0
+        try:
             with self.file.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(dict(row)) + "\n")
+                stream.writelines(self.waiting)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.truncate(self.file, size)  # no half of a line
+            if len(self.waiting) == 1:
+                print(
+                    f"warning: {self.file}: cannot be written for now: {error.strerror}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        else:
+            self.waiting.clear()
 
 
 def _step(line: str) -> float:

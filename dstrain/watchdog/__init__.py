@@ -15,10 +15,10 @@ import traceback
 from pathlib import Path
 
 from dstrain import distributed, failure
-from dstrain.errors import UserError
+from dstrain.errors import Told, UserError
 from dstrain.watchdog.guard import Guard
 
-__all__ = ["enter", "fail", "start", "stop"]
+__all__ = ["enter", "fail", "finish", "start", "stop"]
 
 _SHARED_S = 30.0
 
@@ -75,12 +75,20 @@ def fail(error: BaseException) -> int:
     """Tell an error for all ranks, once. Returns the status to leave with."""
     if _guard:
         return _guard.fail(error)
-    if hasattr(error, "status"):
+    if isinstance(error, Told):
         distributed.say_error(str(error))
         return error.status
     distributed.be_patient()
     traceback.print_exception(error, file=sys.stderr)
     return 1
+
+
+def finish() -> None:
+    """End a run together: no rank leaves while another still writes, and what goes wrong then is told."""
+    if _guard:
+        _guard.enter("end", _guard.at.step)
+        distributed.barrier()
+    stop()
 
 
 def stop() -> None:

@@ -9,11 +9,12 @@ import time
 import traceback
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import DistError, Store
 
 from dstrain import distributed, failure
+from dstrain.errors import Told
 from dstrain.failure import DIED, HUNG, Failure
 from dstrain.logs import RankLog
 from dstrain.watchdog.look import behind, blame, dead, last_collective, memory_kills, text_of, where
@@ -23,9 +24,18 @@ SILENT_S = 60.0  # without a beat, a rank that cannot be looked at from here cou
 SILENT_LOST_S = 6.0  # ... and sooner if a connection broke
 FLOOR_S, TIMES = 120.0, 10  # a learnt limit: so many times the longest so far, and never below the floor
 FEW = 3  # so many steps are known before a limit is learnt from them
+SUSPENDED_S = 10.0  # this thread has not run for so long: the process was stopped
 _PLACES_S = 3.0  # for ranks to tell where they stand
 _LINGER_S = 2.0  # the one that tells a failure lets the others read it
 _TRACEBACK_LINES = 16  # on the screen; the log has all
+
+
+class At(NamedTuple):
+    """What a rank does, in which step, and since when (time.monotonic)."""
+
+    phase: str
+    step: int
+    since: float
 
 
 class Guard:
@@ -36,12 +46,9 @@ class Guard:
         self.place, self.init_s, self.step_s = place, init_s, step_s
         self.folder: Path | None = None
         self.log: RankLog | None = None
-        self.phase, self.step, self.since = "start-up", 0, time.monotonic()
-        self.took = {
-            "step": deque[float](maxlen=100),
-            "evaluation": deque(maxlen=9),
-            "saving": deque(maxlen=9),
-        }
+        self.at = At("start-up", 0, time.monotonic())
+        # Of saves nothing is learnt: most hold only a copy, but the last one waits until all is written.
+        self.took = {"step": deque[float](maxlen=100), "evaluation": deque(maxlen=9)}
         self._steps = 0
         _, self.store, self.peers = distributed.meeting()
         self.kills = memory_kills()
@@ -59,27 +66,31 @@ class Guard:
 
     def enter(self, phase: str, step: int) -> None:
         """Note that this rank goes on: what it does from now on, and in which step."""
-        now = time.monotonic()
-        self._steps += self.phase == "step"
-        if self.phase in self.took and (self.phase != "step" or self._steps > 1):  # the first one compiles
-            self.took[self.phase].append(now - self.since)
-        self.phase, self.step, self.since = phase, step, now
+        now, before = time.monotonic(), self.at
+        self._steps += before.phase == "step"
+        if before.phase in self.took and (
+            before.phase != "step" or self._steps > 1
+        ):  # the first one compiles
+            self.took[before.phase].append(now - before.since)
+        self.at = At(phase, step, now)
 
-    def limit(self) -> float:
-        """Return how long the present phase may last, in seconds."""
-        took = self.took.get(self.phase, ())
-        if self.phase == "step" and self.step_s is not None and took:
+    def limit(self, phase: str) -> float:
+        """Return how long a phase may last, in seconds."""
+        took = self.took.get(phase, ())
+        if phase == "step" and self.step_s is not None and took:
             return self.step_s
-        if len(took) < (FEW if self.phase == "step" else 1):
+        if len(took) < (FEW if phase == "step" else 1):
             return self.init_s
         return min(self.init_s, max(FLOOR_S, TIMES * max(took)))
 
     # ---- the thread
 
     def _watch(self) -> None:
-        beaten, unreachable_since = 0.0, None
+        beaten, unreachable_since, looked = 0.0, None, time.monotonic()
         while not self._over.wait(LOOK_S):
             now = time.monotonic()
+            self._forgive(now - looked)
+            looked = now
             try:
                 if self.store:
                     if now - beaten > BEAT_S:
@@ -87,15 +98,21 @@ class Guard:
                         self._beat(self.store)
                     self._look(self.store)
                     unreachable_since = None
-                if now - self.since > self.limit():
-                    self._hung()
+                if now - (at := self.at).since > self.limit(at.phase):
+                    self._hung(at)
             except DistError:  # the store is in the first rank's process, or in its launcher
                 unreachable_since = unreachable_since or now
                 if now - unreachable_since > 3 * BEAT_S:
                     self.end(self._died(0, "it does not answer any more"))
-            except Exception:  # what goes wrong here must not leave the run unwatched
+            except Exception as error:  # what goes wrong here must not leave the run unwatched
                 if self.log:
-                    traceback.print_exc(file=self.log.file)
+                    self.log.note("".join(traceback.format_exception(error)))
+
+    def _forgive(self, gap: float) -> None:
+        """Take out time in which this process was stopped, such as by a scheduler that suspends jobs."""
+        if gap > SUSPENDED_S:
+            self.at = self.at._replace(since=self.at.since + gap)
+            self._beats = {rank: (text, since + gap) for rank, (text, since) in self._beats.items()}
 
     def _beat(self, store: Store) -> None:
         """Say that this rank is there, and notice who is not: the first hears all, all hear the first."""
@@ -103,8 +120,13 @@ class Guard:
             faulthandler.dump_traceback_later(SILENT_S, file=self.log.file)
         now, limit = time.monotonic(), SILENT_LOST_S if self.lost else SILENT_S
         store.set(f"beat/{self.place.rank}", str(now))
-        for rank in range(self.place.size) if self.place.is_main or self.lost else (0,):
-            text = store.get(f"beat/{rank}").decode() if store.check([f"beat/{rank}"]) else ""
+        ranks = range(self.place.size) if self.place.is_main or self.lost else range(1)
+        keys = [f"beat/{rank}" for rank in ranks]
+        if store.check(keys):
+            texts = [text.decode() for text in store.multi_get(keys)]
+        else:
+            texts = [store.get(key).decode() if store.check([key]) else "" for key in keys]
+        for rank, text in zip(ranks, texts, strict=True):
             if self._beats.get(rank, (None, 0.0))[0] != text:
                 self._beats[rank] = (text, now)
             silent = now - self._beats[rank][1]
@@ -139,7 +161,7 @@ class Guard:
                     f"the kernel ended {kills} process{'es' * (kills > 1)} here for lack of memory meanwhile"
                 )
         error = f"ended without a word: {how}; {why}"
-        return Failure("died", rank, error, DIED, self.peers[rank]["host"], self.step, self.phase)
+        return Failure("died", rank, error, DIED, self.peers[rank]["host"], self.at.step, self.at.phase)
 
     # ---- standing still
 
@@ -148,17 +170,17 @@ class Guard:
         text = f"in {where(threading.main_thread().ident or 0)}"
         if name:
             text += f", {'after' if ended else 'in'} collective {number} ({name})"
-        return {"step": self.step, "number": number, "ended": ended, "name": name, "text": text}
+        return {"step": self.at.step, "number": number, "ended": ended, "name": name, "text": text}
 
-    def _hung(self) -> None:
-        waited = time.monotonic() - self.since
-        what = f"step {self.step}" if self.phase == "step" else self.phase
+    def _hung(self, at: "At") -> None:
+        waited = time.monotonic() - at.since
+        what = f"step {at.step}" if at.phase == "step" else at.phase
         places = self._places()
         hosts = [peer["host"] for peer in self.peers]
         last = behind(places, self.place.size)
         error = f"hung in {what}, no progress for {waited:.0f} s: {blame(places, hosts)}"
         lines = [f"rank {rank} on {host}: {text_of(places, rank)}" for rank, host in enumerate(hosts)]
-        here = (hosts[last[0]], self.step, self.phase)
+        here = (hosts[last[0]], at.step, at.phase)
         self.end(Failure("hung", last[0], error, HUNG, *here, traceback="\n".join(lines)))
 
     def _places(self) -> dict[int, dict[str, Any]]:
@@ -188,9 +210,10 @@ class Guard:
             deadline = time.monotonic() + SILENT_LOST_S + 10
             while time.monotonic() < deadline and self.store:
                 time.sleep(LOOK_S)  # the thread ends the process
-        status = getattr(error, "status", 130 if isinstance(error, KeyboardInterrupt) else 1)
-        text = "" if hasattr(error, "status") else "".join(traceback.format_exception(error))
-        here = (self.peers[self.place.rank]["host"], self.step, self.phase)
+        told = isinstance(error, Told)
+        status = error.status if told else 130 if isinstance(error, KeyboardInterrupt) else 1
+        text = "" if told else "".join(traceback.format_exception(error))
+        here = (self.peers[self.place.rank]["host"], self.at.step, self.at.phase)
         return self._tell(
             Failure("error", self.place.rank, one_line(error), status, *here, traceback=text)
         ).status
@@ -198,7 +221,10 @@ class Guard:
     def end(self, failed: Failure) -> None:
         """End this process for a failure of any rank."""
         if not self._over.is_set():
-            distributed.exit_now(self._tell(failed).status)
+            try:
+                failed = self._tell(failed)
+            finally:
+                distributed.leave(failed.status)
 
     def _tell(self, failed: Failure) -> Failure:
         """Tell a failure, unless another came first. Returns the one that counts."""
@@ -211,16 +237,18 @@ class Guard:
                     body = failure.to_json(failed)
                     known = self.store.compare_set("failure", "", body).decode()
                     mine, failed = known == body, failure.from_json(known)
+            if mine and self.folder and not failure.record(self.folder, failed):
+                mine, failed = False, failure.read(self.folder.parent) or failed
             self._told = failed
-            if mine and self.folder:
-                mine = failure.record(self.folder, failed)
             if self.log:
                 faulthandler.cancel_dump_traceback_later()
-                self.log.file.write(f"{failed.traceback}\n{failed.text()}\n")
-                faulthandler.dump_traceback(self.log.file, all_threads=True)
+                self.log.note(f"{failed.traceback}\n{failed.text()}")
+                with contextlib.suppress(OSError, ValueError):
+                    faulthandler.dump_traceback(self.log.file, all_threads=True)
             if mine:
                 self._show(failed)
-                time.sleep(_LINGER_S if self.store else 0)
+            if self.store and (mine or self.place.is_main):  # whose process may hold what the others read
+                time.sleep(_LINGER_S)
             return failed
 
     def _show(self, failed: Failure) -> None:
@@ -236,10 +264,10 @@ class Guard:
 
     def stop(self) -> None:
         """Leave the watch: from now on this process's silence is no fault."""
-        self._over.set()
         if self.store:
             with contextlib.suppress(DistError):
                 self.store.set(f"left/{self.place.rank}", "")
+        self._over.set()
         self._thread.join(timeout=5)
         faulthandler.cancel_dump_traceback_later()
         if self.log:
@@ -250,7 +278,7 @@ class Guard:
 def one_line(error: BaseException) -> str:
     """Return an error as one line."""
     lines = str(error).strip().splitlines()
-    if hasattr(error, "status"):
+    if isinstance(error, Told):
         return lines[0] if lines else type(error).__name__
     if isinstance(error, KeyboardInterrupt):
         return "interrupted from the keyboard"

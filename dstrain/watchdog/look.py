@@ -16,8 +16,10 @@ def dead(process: int) -> bool:
     """Whether a process of this host has ended, even if its parent does not know yet."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return Path("/proc/self/stat").exists()  # without /proc nothing can be told
+    except OSError:  # such as too many open files here
+        return False
     return text.rpartition(")")[2].split()[0] in "ZX"
 
 
