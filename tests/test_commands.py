@@ -32,8 +32,8 @@ def run(monkeypatch, *arguments, world=distributed.World(0, 1, 0, 1)):
 
 
 def written(folder):
-    """What lies in an output folder, but for the logs of an attempt that came as far as reading weights."""
-    return {path.name for path in folder.iterdir()} - {"logs"} if folder.exists() else set()
+    """What lies in an output folder, but for what an attempt leaves that came as far as reading weights."""
+    return {path.name for path in folder.iterdir()} - {"logs", ".lock"} if folder.exists() else set()
 
 
 def rows(path, *lines):
