@@ -119,7 +119,7 @@ def check(hosts: Sequence[str], folder: Path | None = None) -> dict[str, dict[st
     cannot be reached, lacks interpreter, repository or folder, or has other versions or code than this one.
     """
     python, code = shlex.quote(sys.executable), shlex.quote(str(REPOSITORY / "train.py"))
-    command = f"[ -x {python} ] || exit {_NO_PYTHON}; [ -f {code} ] || exit {_NO_CODE}; "
+    command = f"[ -f {code} ] || exit {_NO_CODE}; [ -x {python} ] || exit {_NO_PYTHON}; "
     if folder:
         command += f"[ -d {shlex.quote(str(folder))} ] || exit {_NO_FOLDER}; "
     command += module_command("dstrain.hosts", "answer")
