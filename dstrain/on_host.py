@@ -40,7 +40,8 @@ def become_rank(ticket: str) -> NoReturn:
     order = json.loads(file.read_text(encoding="utf-8"))
     file.unlink()
     program = [sys.executable, "-u", str(_REPOSITORY / "train.py"), *order["arguments"]]
-    environment = dict(os.environ) | order["environment"]
+    # PyTorch warns of each connection from an address that has no name; its errors stay.
+    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR"} | dict(os.environ) | order["environment"]
     if shutil.which("nvidia-smi"):
         environment |= _for_gpus(environment)
     os.execve(sys.executable, program, environment)
