@@ -16,7 +16,8 @@ def fingerprint() -> dict[str, str]:
     for file in (REPOSITORY / "train.py", *sorted((REPOSITORY / "dstrain").rglob("*.py"))):
         code.update(f"{file.relative_to(REPOSITORY)}\0".encode() + file.read_bytes() + b"\0")
     facts = {"python": platform.python_version(), "code": code.hexdigest()[:12]}
-    for line in (REPOSITORY / "requirements.txt").read_text(encoding="utf-8").splitlines():
+    pinned = REPOSITORY / "requirements.txt"  # a copied train.py and dstrain/ may be without it
+    for line in pinned.read_text(encoding="utf-8").splitlines() if pinned.exists() else ():
         match = re.match(r"[\w.-]+", line)
         if match:
             try:
