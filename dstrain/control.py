@@ -86,9 +86,9 @@ def _launchers(pid: int) -> list[tuple[int, int]]:
     names = {*_LAUNCHERS, "sshd"} if "DSTRAIN_RUN" in os.environ else set(_LAUNCHERS)
     chain: list[tuple[int, int]] = []
     shells: list[tuple[int, int]] = []  # count only below a launcher: others may end before the run does
-    parent = _parent(pid)
+    parent = parent_of(pid)
     while parent and parent > 1:
-        above, programs = _parent(parent), _programs(parent)
+        above, programs = parent_of(parent), _programs(parent)
         if programs & names:
             chain += [*shells, (parent, above or 0)]
             shells = []
@@ -106,10 +106,11 @@ def _alive(chain: list[tuple[int, int]]) -> bool:
         return True
     if os.getppid() != chain[0][0]:
         return False
-    return all(_parent(pid) == above for pid, above in chain[:-1])
+    return all(parent_of(pid) == above for pid, above in chain[:-1])
 
 
-def _parent(pid: int) -> int | None:
+def parent_of(pid: int) -> int | None:
+    """Return the process that a process belongs to; None if it has gone, or without /proc."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:

@@ -31,7 +31,7 @@ from deepspeed.accelerator import get_accelerator
 _PATIENCE_S = 10.0
 _GROUP_TIMEOUT = timedelta(hours=2)  # the watchdog comes first
 
-_meeting: "rendezvous.Meeting | None" = None  # of this process's group
+_meeting: rendezvous.Meeting | None = None  # of this process's group
 _OPENMPI = {
     "RANK": "RANK",
     "WORLD_SIZE": "SIZE",

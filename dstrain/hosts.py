@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -77,27 +78,33 @@ def read_hostfile(file: Path) -> list[tuple[str, int]]:
     return list(found.items())
 
 
+def ssh_command(host: str, *options: str) -> tuple[str, ...]:
+    """Return the start of a command on a host, without a question, with the options that pdsh would take."""
+    own = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
+    return ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", *options, *own, host)
+
+
 def ssh(host: str, command: str, text: str = "", seconds: float = _ANSWER_S) -> Answer:
     """Run a shell command on a host, with `text` as its input, and never ask for a password.
 
-    Takes the options that pdsh takes, of PDSH_SSH_ARGS_APPEND.
+    Raises FileNotFoundError where there is no ssh.
     """
-    own = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
-    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", "-o", "ServerAliveInterval=5"]
+    process = subprocess.Popen(
+        [*ssh_command(host, "-o", "ServerAliveInterval=5"), command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # a signal to the run is none to its messengers
+    )
     try:
-        done = subprocess.run(
-            ["ssh", *own, *options, host, command],
-            input=text,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            start_new_session=True,  # a signal to the run is none to its messengers
-        )
+        out, err = process.communicate(text, timeout=seconds)
     except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # what it started, such as a ProxyCommand, as well
+        process.communicate()
         return Answer(host, None, "", f"no answer within {seconds:.0f} s")
-    except FileNotFoundError:
-        raise UserError("ssh is missing; install the package 'openssh-client', or use --no_ssh") from None
-    return Answer(host, done.returncode, done.stdout, done.stderr)
+    return Answer(host, process.returncode, out, err)
 
 
 def on_all(hosts: Sequence[str], ask: Callable[[str], Answer]) -> list[Answer]:
@@ -124,7 +131,11 @@ def check(hosts: Sequence[str], folder: Path | None = None) -> dict[str, dict[st
         command += f"[ -d {shlex.quote(str(folder))} ] || exit {_NO_FOLDER}; "
     command += module_command("dstrain.hosts", "answer")
     own, said, problems = fingerprint(), {}, []
-    for answer in on_all(hosts, lambda host: ssh(host, command)):
+    try:
+        answers = on_all(hosts, lambda host: ssh(host, command))
+    except FileNotFoundError:
+        raise UserError("ssh is missing; install the package 'openssh-client', or use --no_ssh") from None
+    for answer in answers:
         problem = _problem(answer, folder)
         if problem is None:
             said[answer.host] = json.loads(answer.out.splitlines()[-1])
@@ -137,18 +148,16 @@ def check(hosts: Sequence[str], folder: Path | None = None) -> dict[str, dict[st
 
 
 def _problem(answer: Answer, folder: Path | None) -> str | None:
-    match answer.status:
-        case 0:
-            return None
-        case None | 255:
-            return f"cannot be reached by ssh: {answer.last_line}"
-        case 91:
-            return f"no {sys.executable} there; make the same virtual environment at the same path"
-        case 92:
-            return f"no {REPOSITORY}/train.py there; put the repository at the same path"
-        case 93:
-            return f"no folder {folder} there; start from one that all hosts have"
-    return f"the code in {REPOSITORY} is another there: {answer.last_line}"
+    if answer.status == 0:
+        return None
+    reasons = {
+        None: f"cannot be reached by ssh: {answer.last_line}",
+        255: f"cannot be reached by ssh: {answer.last_line}",
+        _NO_PYTHON: f"no {sys.executable} there; make the same virtual environment at the same path",
+        _NO_CODE: f"no {REPOSITORY}/train.py there; put the repository at the same path",
+        _NO_FOLDER: f"no folder {folder} there; start from one that all hosts have",
+    }
+    return reasons.get(answer.status, f"the code in {REPOSITORY} is another there: {answer.last_line}")
 
 
 def meet(hosts: Sequence[str], said: dict[str, dict[str, Any]], address: str, port: int) -> tuple[str, int]:
@@ -160,9 +169,8 @@ def meet(hosts: Sequence[str], said: dict[str, dict[str, Any]], address: str, po
     first = hosts[0]
     address = address or said[first]["address"]
     command = module_command("dstrain.hosts", "listen", address, str(port), str(len(hosts)))
-    own = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
     listener = subprocess.Popen(
-        ["ssh", *own, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", first, command],
+        [*ssh_command(first), command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-_REPOSITORY = Path(__file__).resolve().parents[1]
+from dstrain.control import parent_of
+from dstrain.fingerprint import REPOSITORY
 
 
 def _orders() -> Path:
@@ -39,7 +40,7 @@ def become_rank(ticket: str) -> NoReturn:
     file = _orders() / f"{ticket}-{os.environ['RANK']}.json"
     order = json.loads(file.read_text(encoding="utf-8"))
     file.unlink()
-    program = [sys.executable, "-u", str(_REPOSITORY / "train.py"), *order["arguments"]]
+    program = [sys.executable, "-u", str(REPOSITORY / "train.py"), *order["arguments"]]
     # PyTorch warns of each connection from an address that has no name; its errors stay.
     environment = {"TORCH_CPP_LOG_LEVEL": "ERROR"} | dict(os.environ) | order["environment"]
     if shutil.which("nvidia-smi"):
@@ -84,17 +85,11 @@ def _processes(ticket: str) -> dict[int, str]:
     return found
 
 
-def _parent(pid: int) -> int:
-    with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
-
-
 def _signal(ticket: str) -> None:
     """Ask the ranks of this host to save and end; not their launcher, nor the processes that they started."""
-    ranks = {pid for pid, line in _processes(ticket).items() if str(_REPOSITORY / "train.py") in line}
+    ranks = {pid for pid, line in _processes(ticket).items() if str(REPOSITORY / "train.py") in line}
     for pid in ranks:
-        if _parent(pid) not in ranks:
+        if parent_of(pid) not in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
                 print(pid)

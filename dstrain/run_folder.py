@@ -129,16 +129,25 @@ def guard_restarts(output_dir: Path) -> None:
     write_text(file, json.dumps({"step": step, "times": times}))
 
 
-def lock(folder: Path, key: str = "output_dir") -> FileLock:
-    """Take a folder, made if it is missing, for this process until it ends. key: what the user calls it.
+def lock(output_dir: Path) -> FileLock:
+    """Take the output folder for this process until it ends, and forget how the run before failed.
 
     Raises UserError if another run has it, or if it cannot be written.
     """
+    held = _lock(output_dir, "output_dir")
+    try:
+        failure.clear(output_dir)
+    except OSError as error:
+        raise UserError(f"output_dir={str(output_dir)!r}: cannot be written: {error.strerror}") from None
+    return held
+
+
+def _lock(folder: Path, key: str) -> FileLock:
+    """Take a folder, made if it is missing. key: what the user calls it. Raises UserError as `lock` does."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         held = FileLock(folder / ".lock")
         held.acquire(timeout=0)
-        failure.clear(folder)  # how the run before ended is no word about this one
     except Timeout:
         raise UserError(f"{key}={str(folder)!r}: another run is writing there") from None
     except OSError as error:
@@ -156,7 +165,7 @@ def lock_nvme(folders: Sequence[str], place: distributed.World) -> list[FileLock
         if not Path(folder).is_dir():
             raise UserError(f"nvme_path={folder!r}: no such folder; name one on a local NVMe disk")
     places = sorted({Path(folder).resolve() for folder in folders})
-    return [lock(folder, "nvme_path") for folder in places if place.local_rank == 0]
+    return [_lock(folder, "nvme_path") for folder in places if place.local_rank == 0]
 
 
 def _by_leaf(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -77,26 +77,11 @@ def plant(phase: str, nth: int) -> None:
 
 def start(recipe: Path, *arguments: str, order: dict | None = None) -> subprocess.CompletedProcess:
     """Start the run under the real launcher; `order` tells ranks where to die."""
-    environment = {
-        key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "RANK", "MASTER"))
-    }
-    for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"):
-        environment.pop(name, None)
-    environment |= {"DRILL": json.dumps(order or {})}
-    scripts = Path(sys.executable).parent
-    environment["PATH"] = f"{scripts}{os.pathsep}{environment['PATH']}"
-    port = str(20000 + random.Random().randrange(20000))
-    command = [
-        str(scripts / "deepspeed"),
-        "--num_gpus",
-        str(RANKS),
-        "--master_port",
-        port,
-        "--log_level",
-        "error",
-    ]
+    from running import clean_environment, launcher_command
+
+    environment = clean_environment() | {"DRILL": json.dumps(order or {})}
     return subprocess.run(
-        [*command, str(Path(__file__)), "--config", str(recipe), *arguments],
+        [*launcher_command("deepspeed", RANKS), str(Path(__file__)), "--config", str(recipe), *arguments],
         env=environment, capture_output=True, text=True, timeout=1800, stdin=subprocess.DEVNULL,
     )  # fmt: skip
 

@@ -38,6 +38,7 @@ from dstrain.doctor import (
 from dstrain.doctor import worker as one_rank
 from dstrain.doctor.check import Check, failure, guarded, ok, table, warning
 from dstrain.errors import UserError
+from dstrain.hosts import ssh_command
 
 GIB = 2**30
 
@@ -1092,7 +1093,7 @@ def test_no_secret_is_forwarded(monkeypatch):
     assert sent["NCCL_DEBUG"] == "WARN"
     assert "secret-value" not in sent.values()
     monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-p 2222 -i 'a key'")
-    command = hosts.ssh_command("n1")
+    command = ssh_command("n1")
     assert command[-1] == "n1"
     assert command[5:-1] == ("-p", "2222", "-i", "a key")
     assert "BatchMode=yes" in command

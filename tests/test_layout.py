@@ -28,10 +28,10 @@ ALLOWED = {
     "distributed": {"clock", "errors", "hosts", "rendezvous"},
     "failure": set(),
     "logs": set(),
-    "watchdog": {"distributed", "errors", "failure", "logs", "watchdog"},
+    "watchdog": {"distributed", "errors", "failure", "fingerprint", "logs", "watchdog"},
     "hosts": {"errors", "fingerprint"},
     "remote": {"control", "errors", "hosts"},
-    "on_host": set(),
+    "on_host": {"control", "fingerprint"},
     "data": {"errors", "data"},
     "loss": set(),
     "weights": {"errors"},
@@ -56,7 +56,7 @@ ALLOWED = {
         *("checkpoint", "config", "data", "distributed", "doctor", "ds_config", "errors", "fingerprint"),
         *("hosts", "model", "observe", "ops", "request", "run_folder"),
     },
-    "diagnose": {"errors", "request", "diagnose"},
+    "diagnose": {"errors", "failure", "request", "diagnose"},
     "parity": {"errors", "data", "distributed", "model", "request", "parity", "watchdog"},
 }
 

@@ -5,13 +5,14 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from dstrain import failure
 from dstrain.errors import UserError
 
 _TAIL = 20_000  # characters of a rank's log
@@ -103,7 +104,7 @@ def read(folder: Path) -> Run:
         facts=starts[-1] if starts else {},
         options=options,
         ds=_json(folder / "resolved" / "ds_config.json") or _json(folder / "ds_config.json"),
-        failure=_failure(folder / "logs" / "failure.json", starts),
+        failure=_failure(folder, starts),
         logs={rank: text[-_TAIL:] for rank, text in logs.items()},
         command=(Path(command.group(1)), shlex.split(command.group(2))[1:]) if command else None,
         saved=max(steps, default=None),
@@ -118,11 +119,12 @@ def _last_start(file: Path) -> str:
     return text[starts[-1] :] if starts else text
 
 
-def _failure(file: Path, starts: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _failure(folder: Path, starts: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the failure that was written, unless the run was started again after it."""
-    found = _json(file)
-    if not found:
+    told = failure.read(folder)
+    if told is None:
         return None
+    found = asdict(told)
     try:
         when, began = (datetime.fromisoformat(x["time"]).astimezone() for x in (found, starts[-1]))
     except (IndexError, KeyError, TypeError, ValueError):

@@ -12,7 +12,7 @@ from typing import Any
 from dstrain.doctor import disk, gpu, hosts, machine, nccl, network, ranks, recipe, tracking
 from dstrain.doctor.check import Check, as_json, failure, guarded, ok, summary, table, worst
 from dstrain.errors import UserError, nearest
-from dstrain.hosts import read_hostfile
+from dstrain.hosts import read_hostfile, ssh_command
 
 __all__ = ["GROUPS", "Report", "build_ops", "examine", "one_host"]
 
@@ -118,7 +118,7 @@ def _several_hosts(
 
     def over_all() -> list[Check]:
         on_gpu = all(not host.facts["on_cpu"] for host in known if host.facts)
-        places = [ranks.Place(host.name, host.slots, hosts.ssh_command(host.name)) for host in known]
+        places = [ranks.Place(host.name, host.slots, ssh_command(host.name)) for host in known]
         address, port = hosts.first_address(known[0]), known[0].facts["port"] if known[0].facts else 0
         ended = ranks.run(places, address, port, on_gpu=on_gpu, forwarded=hosts.forwarded())
         tcp_only = os.environ.get("NCCL_IB_DISABLE", "0") not in ("", "0")

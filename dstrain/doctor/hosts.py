@@ -5,8 +5,6 @@ import json
 import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +14,10 @@ from typing import Any
 
 from dstrain.doctor import machine, network
 from dstrain.doctor.check import Check, failure, from_json, guarded, ok, on_hosts, summary, warning, worst
-from dstrain.fingerprint import fingerprint
+from dstrain.fingerprint import REPOSITORY, fingerprint
+from dstrain.hosts import ssh
 
 _REACH_S = 20.0
-_CONNECT_S = 10
 _EXAMINE_S = 300.0
 _AT_ONCE = 32
 
@@ -42,12 +40,6 @@ class Host:
     facts: dict[str, Any] | None = None
 
 
-def ssh_command(host: str) -> tuple[str, ...]:
-    """Return the start of a command on another host, without a question, with the options pdsh would take."""
-    own = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
-    return ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", *own, host)
-
-
 def forwarded() -> dict[str, str]:
     """Return the variables of this environment that a process on another host gets."""
     return {key: value for key, value in os.environ.items() if _FORWARDED.fullmatch(key)}
@@ -57,22 +49,8 @@ def on_host(host: str, command: Sequence[str], limit_s: float) -> tuple[int | No
     """Run a command on a host, in this folder. Returns status (None: past the limit), stdout, stderr."""
     variables = [f"{name}={value}" for name, value in forwarded().items()]
     line = f"cd {shlex.quote(os.getcwd())} && {shlex.join(['env', *variables, *command])}"
-    process = subprocess.Popen(
-        [*ssh_command(host), line],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return None, "", ""
-    return process.returncode, out, err
+    answer = ssh(host, line, seconds=limit_s)
+    return answer.status, answer.out, answer.err
 
 
 def _unreached(host: str, status: int | None, err: str, limit_s: float) -> Check:
@@ -125,16 +103,17 @@ def examine(hosts: Sequence[Host], request: Mapping[str, Any]) -> None:
 
 def identity(config: Path | None) -> dict[str, Any]:
     """Return what must be the same on all hosts: versions, hashes of the code, and of recipe and JSONs."""
-    tested = machine.pins((machine.REPOSITORY / "requirements.txt").read_text(encoding="utf-8"))
+    tested = machine.pins((REPOSITORY / "requirements.txt").read_text(encoding="utf-8"))
     recipe = None
     if config is not None:
         file = config / "recipe.yaml" if config.is_dir() else config
-        own = sorted(file.parent.glob("*.json")) + sorted(machine.REPOSITORY.glob("ds_configs/*.json"))
+        own = sorted(file.parent.glob("*.json")) + sorted(REPOSITORY.glob("ds_configs/*.json"))
         recipe = hashlib.sha256(b"\0".join(one.read_bytes() for one in (file, *own))).hexdigest()[:12]
+    runs = fingerprint()
     return {
-        "python": ".".join(map(str, sys.version_info[:3])),
+        "python": runs["python"],
         "packages": machine.installed(list(tested)),
-        "code": fingerprint()["code"],
+        "code": runs["code"],
         "recipe": recipe,
     }
 

@@ -18,8 +18,8 @@ from filelock import FileLock, Timeout
 from dstrain import ops
 from dstrain.doctor.check import Check, failure, ok, warning
 from dstrain.errors import UserError
+from dstrain.fingerprint import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 PYTHON = (3, 11)  # what the tests run with
 
 # Packages without which train.py runs; all others of requirements.txt are imported by it.

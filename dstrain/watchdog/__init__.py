@@ -14,7 +14,7 @@ import time
 import traceback
 from pathlib import Path
 
-from dstrain import distributed, failure
+from dstrain import distributed
 from dstrain.errors import Told, UserError
 from dstrain.watchdog.guard import Guard
 
@@ -45,7 +45,6 @@ def _share(output_dir: Path, place: distributed.World) -> None:
     if place.is_main:
         try:
             mark.parent.mkdir(parents=True, exist_ok=True)
-            failure.clear(output_dir)
             mark.touch()
         except OSError as error:
             raise UserError(f"output_dir={str(output_dir)!r}: cannot be written: {error.strerror}") from None

@@ -51,6 +51,8 @@ class Guard:
         self.took = {"step": deque[float](maxlen=100), "evaluation": deque(maxlen=9)}
         self._steps = 0
         _, self.store, self.peers = distributed.meeting()
+        own = self.peers[place.rank]["place"]
+        self.near = [r for r, peer in enumerate(self.peers) if r != place.rank and peer["place"] == own]
         self.kills = memory_kills()
         self.lost = False  # a connection to another rank broke
         self._beats: dict[int, tuple[str, float]] = {}
@@ -68,9 +70,8 @@ class Guard:
         """Note that this rank goes on: what it does from now on, and in which step."""
         now, before = time.monotonic(), self.at
         self._steps += before.phase == "step"
-        if before.phase in self.took and (
-            before.phase != "step" or self._steps > 1
-        ):  # the first one compiles
+        compiles = before.phase == "step" and self._steps == 1
+        if before.phase in self.took and not compiles:
             self.took[before.phase].append(now - before.since)
         self.at = At(phase, step, now)
 
@@ -138,14 +139,12 @@ class Guard:
             self.end(failure.from_json(store.get("failure")))
         if store.check(["stand"]) and not store.check([f"place/{self.place.rank}"]):
             store.set(f"place/{self.place.rank}", json.dumps(self._stands()))
-        for rank, peer in enumerate(self.peers):
-            if self._is_near(rank) and dead(peer["pid"]) and not self._has_left(store, rank):
+        for rank in self.near:
+            process = self.peers[rank]["pid"]
+            if dead(process) and not self._has_left(store, rank):
                 time.sleep(LOOK_S)  # it may have told why, and have gone then
                 if not store.check(["failure"]):
-                    self.end(self._died(rank, f"its process {peer['pid']} has gone"))
-
-    def _is_near(self, rank: int) -> bool:
-        return rank != self.place.rank and self.peers[rank]["place"] == self.peers[self.place.rank]["place"]
+                    self.end(self._died(rank, f"its process {process} has gone"))
 
     @staticmethod
     def _has_left(store: Store, rank: int) -> bool:
@@ -154,7 +153,7 @@ class Guard:
     def _died(self, rank: int, how: str) -> Failure:
         kills = memory_kills() - self.kills
         why = "something killed it, or its host is gone (for lack of memory: dmesg on that host)"
-        if self._is_near(rank):
+        if rank in self.near:
             why = "a signal or a crash ended it"
             if kills > 0:
                 why = (
@@ -172,7 +171,7 @@ class Guard:
             text += f", {'after' if ended else 'in'} collective {number} ({name})"
         return {"step": self.at.step, "number": number, "ended": ended, "name": name, "text": text}
 
-    def _hung(self, at: "At") -> None:
+    def _hung(self, at: At) -> None:
         waited = time.monotonic() - at.since
         what = f"step {at.step}" if at.phase == "step" else at.phase
         places = self._places()

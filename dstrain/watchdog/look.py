@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-_ROOT = str(Path(__file__).resolve().parents[2])
+from dstrain.fingerprint import REPOSITORY
 
 
 def dead(process: int) -> bool:
@@ -60,7 +60,7 @@ def where(thread: int) -> str:
 
 
 def _is_ours(file: str) -> bool:
-    return file.startswith(_ROOT) and "site-packages" not in file
+    return file.startswith(str(REPOSITORY)) and "site-packages" not in file
 
 
 def _name(frame: FrameType) -> str:
