@@ -40,14 +40,15 @@ from dstrain.step import NonFinite, eval_step, train_step, undo_first_update
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, metavar="FILE", help="recipe.yaml, or the folder it is in")
-    parser.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON instead of the recipe's")
-    parser.add_argument("--zero_stage", type=int, choices=[0, 1, 2, 3], help="pick a file of ds_configs/")
-    parser.add_argument("--precision", choices=["bf16", "fp16", "fp32"], help="pick a file of ds_configs/")
-    parser.add_argument("--dry-run", action="store_true", help="show the first batch; train, write nothing")
-    parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help="when resuming")
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher puts it in
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="or deepspeed.KEY=value")
+    add = parser.add_argument
+    add("--config", required=True, metavar="FILE", help="recipe.yaml, or the folder it is in")
+    add("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON instead of the recipe's")
+    add("--zero_stage", type=int, choices=[0, 1, 2, 3], help="pick a file of ds_configs/")
+    add("--precision", choices=["bf16", "fp16", "fp32"], help="pick a file of ds_configs/")
+    add("--dry-run", action="store_true", help="show the first batch; train, write nothing")
+    add("--allow-change", action="append", default=[], metavar="KEY", help="may differ from the run so far")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher puts it in
+    add("overrides", nargs="*", metavar="section.key=value", help="or deepspeed.KEY=value")
     return parser.parse_args(arguments)
 
 
@@ -132,7 +133,6 @@ def main(args: argparse.Namespace, world: distributed.World) -> int:
     if world.is_main:
         run.keep(output_dir)
     observer.start(engine, loader, logs.report_to, logs.project, logs.run_name, options, wandb_id)
-
     how = recipe.checkpoint.model_dump(include={"save_total_limit", "async_save", "save_optimizer"})
     saver = checkpoint.Saver(output_dir, world, **how)
 
@@ -187,7 +187,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> int:
         observer.say(f"exported to {recipe.output_dir}/hf_model")
         if logs.sample_prompt and world.is_main:
             how = (run.origin.trust_remote_code, logs.sample_prompt, logs.sample_tokens, recipe.seed)
-            observer.say(export.sample(folder, *how))
+            observer.say(f"sample of hf_model, from {logs.sample_prompt!r}:\n" + export.sample(folder, *how))
     return 0
 
 

@@ -142,16 +142,25 @@ def checkpoints(run: Annotated[Path, typer.Argument(help="Output folder of a run
 def last_failure(
     context: typer.Context,
     config: Annotated[Path, typer.Option(help="The recipe; train.py's other arguments may follow")],
+    launcher_status: Annotated[int | None, typer.Option(help="What a launcher ended with")] = None,
+    since: Annotated[float, typer.Option(help="When it was started, in seconds since 1970")] = 0,
 ) -> None:
-    """Print how the newest run of a recipe failed, if it did: rank, host, step and error."""
-    from dstrain import failure
-    from dstrain.config import load_recipe
+    """Print how the newest run of a recipe failed, if it did: rank, host, step and error.
 
-    overrides = [word for word in context.args if "=" in word and not word.startswith("-")]
-    recipe, _ = load_recipe(config, overrides)
-    failed = failure.read(Path(recipe.output_dir).expanduser())
-    if failed:
+    With --launcher-status, print train.py's status that it stands for, and then the last words of the run.
+    """
+    from dstrain import failure
+    from dstrain.config import load_recipe, overrides_of
+
+    recipe, _ = load_recipe(config, overrides_of(context.args))
+    output_dir = Path(recipe.output_dir).expanduser()
+    if launcher_status is not None:
+        words, status = failure.last_words(output_dir, launcher_status, since)
+        typer.echo(f"{status}\n{words}")
+    elif failed := failure.read(output_dir):
         typer.echo(failed.text())
+    else:
+        typer.echo(f"{recipe.output_dir}: no failure of its newest run is on record")
 
 
 @app.command()
@@ -168,7 +177,9 @@ def check_hosts(
     said = hosts.check(names, Path.cwd())
     address, port = hosts.meet(names, said, master_addr, master_port)
     for host, number in slots:
-        typer.echo(f"{host}: {number} ranks, {', '.join(said[host]['addresses'])}")
+        others = [one for one in said[host]["addresses"] if one != host]
+        also = f", other addresses {', '.join(others)}" if others else ""
+        typer.echo(f"{hosts.called(host, said)}: {number} rank{'s' * (number > 1)}{also}")
     typer.echo(f"all {len(names)} hosts have the same Python, packages and code; rank 0 at {address}:{port}")
 
 

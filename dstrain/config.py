@@ -5,6 +5,7 @@ paths are absolute. No torch, no network, and nothing is created on disk.
 """
 
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,11 @@ def _parse_yaml(text: str, name: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f"{name}:{mark.line + 1}" if mark else name
         raise UserError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
+
+
+def overrides_of(words: Sequence[str]) -> list[str]:
+    """Return those of train.py's arguments that are `section.key=value`."""
+    return [word for word in words if "=" in word and not word.startswith("-")]
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe, dict[str, Any]]:
@@ -261,3 +267,10 @@ def _suggestion(key: str) -> str:
     names = [re.sub(r"^data\.train\.", "data.train.0.", name) for name in option_names()]
     same_leaf = [name for name in names if name.rsplit(".", 1)[-1] == leaf]
     return f"; did you mean {same_leaf[0]!r}?" if same_leaf else nearest(key, names)
+
+
+if __name__ == "__main__":  # what launch scripts check first: RECIPE [section.key=value ...]
+    try:
+        load_recipe(sys.argv[1], overrides_of(sys.argv[2:]))
+    except UserError as fault:
+        raise SystemExit(f"error: {fault}") from None

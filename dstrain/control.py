@@ -17,7 +17,10 @@ STOP_FILE, SAVE_FILE = "STOP", "SAVE"
 PREEMPTED = 75  # exit status after a signal: saved, to be started again (EX_TEMPFAIL of sysexits.h)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _SAME_S = 2.0  # launchers pass a signal on that the ranks have got already
-_LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed", "accelerate", "mpirun", "orterun", "orted")
+_LAUNCHERS = (
+    *("deepspeed", "torchrun", "torchrun.py", "torch.distributed", "accelerate"),
+    *("mpirun", "orterun", "orted"),
+)
 _SHELLS = {"sh", "bash", "dash", "zsh", "ksh"}
 
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 import logging
 import os
+import socket
 import sys
 import time
 import warnings
@@ -264,19 +265,20 @@ def say(place: World, line: str) -> None:
 
 
 def say_error(line: str) -> None:
-    """Print an error of one line, once a node."""
+    """Print an error of one line, of the first rank if it has it as well."""
     be_patient()
-    rank = os.environ.get("LOCAL_RANK", "0")
-    print(f"error: {'' if rank == '0' else f'on local rank {rank}: '}{line}", file=sys.stderr, flush=True)
+    rank = os.environ.get("RANK", "0")
+    where = "" if rank == "0" else f"rank {rank} on {socket.gethostname()}: "
+    print(f"error: {where}{line}", file=sys.stderr, flush=True)
 
 
 def be_patient() -> None:
-    """Let the first rank of a host speak first.
+    """Let the first rank speak first.
 
     If it failed as well, as it does with a mistake in a recipe, the launcher ends the others meanwhile; if it
     did not, the error is theirs alone and they say it.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if os.environ.get("RANK", "0") != "0":
         time.sleep(_PATIENCE_S)
 
 

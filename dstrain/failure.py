@@ -4,14 +4,18 @@ import contextlib
 import datetime
 import json
 import os
+import signal
 import socket
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 HUNG, DIED = 4, 5  # exit statuses: ranks waited for one another for too long; a rank went without a word
 FILE = "failure.json"
+EARLIER = "failures.jsonl"
+SILENT, UNKNOWN = "ended without a word", "a signal or a crash ended it"  # until a launcher says which
+_FATAL = ("KILL", "SEGV", "BUS", "ABRT", "ILL", "FPE", "TERM", "HUP", "PIPE")
 
 
 def _now() -> str:
@@ -96,5 +100,52 @@ def read(output_dir: Path) -> Failure | None:
 
 
 def clear(output_dir: Path) -> None:
-    """Forget how an earlier run ended."""
-    (output_dir / "logs" / FILE).unlink(missing_ok=True)
+    """Put how an earlier start ended to those before it, in `logs/failures.jsonl`."""
+    folder = output_dir / "logs"
+    if not (folder / FILE).exists():
+        return
+    if told := read(output_dir):
+        with (folder / EARLIER).open("a", encoding="utf-8") as stream:
+            stream.write(to_json(replace(told, traceback="")) + "\n")
+    (folder / FILE).unlink()
+
+
+def earlier(output_dir: Path) -> list[Failure]:
+    """Return how earlier starts of a run failed, oldest first."""
+    try:
+        lines = (output_dir / "logs" / EARLIER).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError):  # a line that a full disk has cut off
+            found.append(from_json(line))
+    return found
+
+
+def last_words(output_dir: Path, status: int, began: float) -> tuple[str, int]:
+    """Return what to say of a run that a launcher ended, and the status of train.py that it stands for.
+
+    Of a rank that a signal ended, deepspeed makes 256 less its number, others 128 more.
+    began: when the run was started, in seconds since 1970; a failure before it is an earlier run's.
+    """
+    failed, ended_by = read(output_dir), _signal(status)
+    if failed and datetime.datetime.fromisoformat(failed.time).timestamp() >= began:
+        if failed.kind == "died" and ended_by:
+            error = failed.error.replace(SILENT, f"ended by {ended_by}").replace(f"; {UNKNOWN}", "")
+            failed = replace(failed, error=error)
+            with contextlib.suppress(OSError):
+                (output_dir / "logs" / FILE).write_text(json.dumps(asdict(failed), indent=2) + "\n")
+        return failed.text(), failed.status
+    if ended_by:
+        return f"error: the run was ended by {ended_by} before a rank could say why", DIED
+    return f"error: the run ended with status {status}, and no rank has recorded why; see above", status
+
+
+def _signal(status: int) -> str:
+    for number in (256 - status, status - 128):
+        with contextlib.suppress(ValueError):
+            name = signal.Signals(number).name
+            if name.removeprefix("SIG") in _FATAL:
+                return name
+    return ""

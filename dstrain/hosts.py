@@ -147,6 +147,12 @@ def check(hosts: Sequence[str], folder: Path | None = None) -> dict[str, dict[st
     return said
 
 
+def called(host: str, said: dict[str, dict[str, Any]]) -> str:
+    """Return a host as the hostfile has it, and what it calls itself, as errors of ranks do."""
+    name = said[host]["name"]
+    return host if name == host else f"{host} ({name})"
+
+
 def _problem(answer: Answer, folder: Path | None) -> str | None:
     if answer.status == 0:
         return None
@@ -250,7 +256,8 @@ def _answer() -> None:
     came_to = (os.environ.get("SSH_CONNECTION", "").split() or [""] * 3)[2]
     addresses = _addresses()
     address = came_to if came_to in addresses else (addresses or ["127.0.0.1"])[0]
-    print(json.dumps({"fingerprint": fingerprint(), "address": address, "addresses": addresses}))
+    said = {"name": socket.gethostname(), "fingerprint": fingerprint()}
+    print(json.dumps(said | {"address": address, "addresses": addresses}))
 
 
 def _listen(address: str, port: int, times: int) -> None:

@@ -30,6 +30,11 @@ class Tee:
         return getattr(self.screen, name)
 
 
+def _screen_of(stream: TextIO, log: TextIO) -> TextIO:
+    """Return the screen behind a `Tee` to a log; a stream that was put in its place meanwhile stays."""
+    return stream.screen if isinstance(stream, Tee) and stream.log is log else stream
+
+
 class RankLog:
     """The log of this rank, from now until `close`."""
 
@@ -41,7 +46,6 @@ class RankLog:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.file.write(f"--- {now} rank {rank} on {socket.gethostname()}, process {os.getpid()}\n")
         self.file.write(f"--- in {os.getcwd()}: {shlex.join(sys.argv)}\n")
-        self._streams = sys.stdout, sys.stderr
         self._screen: list[int] = []
         sys.stdout.flush()
         sys.stderr.flush()
@@ -70,8 +74,9 @@ class RankLog:
         with contextlib.suppress(OSError):  # nobody may be reading it any more
             sys.stdout.flush()
             sys.stderr.flush()
-        sys.stdout, sys.stderr = self._streams
+        sys.stdout, sys.stderr = (_screen_of(stream, self.file) for stream in (sys.stdout, sys.stderr))
         for number, screen in enumerate(self._screen, 1):
             os.dup2(screen, number)
             os.close(screen)
-        self.file.close()
+        with contextlib.suppress(OSError):  # a full disk
+            self.file.close()

@@ -27,6 +27,7 @@ from typing import IO, TextIO
 from dstrain import hosts as at
 from dstrain.control import PREEMPTED
 from dstrain.errors import UserError
+from dstrain.failure import DIED
 
 # What a rank needs from the shell that started the run. DeepSpeed carries PYTHON*, MLFLOW*, UCX*, NCCL*.
 _CARRIED = re.compile(
@@ -40,8 +41,8 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _NO_SECRET = ("TOKENIZERS_PARALLELISM",)
 _HARMLESS = re.compile(r"[\w@%+=:,./-]*")  # what DeepSpeed and a shell leave as it is
 _LOST = re.compile(r"pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
-# DeepSpeed passes no log level on to the hosts.
-_CHATTER = re.compile(r"\[INFO\] \[launch\.py:|accelerator.*unable to detect it")
+# DeepSpeed passes no log level on to the hosts. Its errors say which process ended how, as the ranks do.
+_CHATTER = re.compile(r"\[(INFO|ERROR)\] \[launch\.py:|accelerator.*unable to detect it")
 _ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"  # a dead host is noticed after 15 s
 _FAILED_S = 10.0  # what ranks on other hosts get to say what they saw, once one host has failed
 _LOST_S = 3.0  # the same, once a host is gone: they wait for it and have nothing to say
@@ -112,7 +113,8 @@ def run(hostfile: Path, address: str, port: int, recipe: str, arguments: Sequenc
     slots = at.read_hostfile(hostfile)
     names = [host for host, _ in slots]
     asked = _Asked()
-    address, port = at.meet(names, at.check(names, Path.cwd()), address, port)
+    said = at.check(names, Path.cwd())
+    address, port = at.meet(names, said, address, port)
     variables = carried(os.environ) | users_own()
     private = {name: value for name, value in variables.items() if is_private(name, value)}
     plain = {name: value for name, value in variables.items() if name not in private}
@@ -131,8 +133,12 @@ def run(hostfile: Path, address: str, port: int, recipe: str, arguments: Sequenc
             *("--master_addr", address, "--master_port", str(port)),
             *("--no_local_rank", str(at.REPOSITORY / "launch" / "rank.py"), ticket),
         ]
+        on = ", ".join(at.called(name, said) for name in names)
         ranks = sum(number for _, number in slots)
-        print(f"{ranks} ranks on {', '.join(names)}; rank 0 at {address}:{port}", flush=True)
+        print(
+            f"{ranks} ranks on {on}; rank 0 at {address}:{port}",
+            flush=True,
+        )
         environment = {name: value for name, value in os.environ.items() if name not in private}
         if not shutil.which("nvidia-smi"):
             environment["DS_ACCELERATOR"] = "cpu"  # the launcher here warns when it finds no GPU
@@ -238,7 +244,7 @@ def _follow(
     for reader in readers:
         reader.join(5)
     if failed:
-        return failed[0][1]
+        return DIED if failed[0][1] == _SSH_FAILED else failed[0][1]
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 

@@ -44,13 +44,15 @@ class Request:
     ) -> dict[str, str]:
         """Return lines for the header of a run. epoch_steps: steps in a pass over the data."""
         ds, tokens = self.ds, self.ds.global_batch * self.recipe.data.max_seq_length
+        warm_up = f"{warmup_steps} warm-up steps"
+        warm_up += ": the peak is not reached" if warmup_steps > max_steps else ""
         checkpointing = ", gradient checkpointing" if ds.gradient_checkpointing else ""
         return {
             "model": f"{self.origin.title} ({self.model_config.model_type}), {parameters:,} parameters",
             "batch": f"{ds.micro} micro x {ds.gas} gas x {self.dp_size} dp = {ds.global_batch} sequences"
             f" = {tokens:,} tokens",
             "steps": f"{max_steps:,} = {max_steps / epoch_steps:.2f} epochs = {max_steps * tokens:,} tokens",
-            "schedule": f"{ds.lr_scheduler_type}, peak lr {ds.learning_rate:g}, {warmup_steps} warm-up steps",
+            "schedule": f"{ds.lr_scheduler_type}, peak lr {ds.learning_rate:g}, {warm_up}",
             "deepspeed": f"ZeRO {ds.zero_stage}, {ds.precision}, {self.ds_file.name}{checkpointing}",
         }
 

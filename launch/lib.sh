@@ -7,6 +7,9 @@ fail() { echo "error: $1" >&2; exit 2; }
 usage() { sed -n '2,/^set -/{/^#/s/^# \{0,1\}//p}' "$0" >&2; exit 2; }
 need() { command -v "$1" >/dev/null || fail "$1 is missing; ${2:-source $repository/.venv/bin/activate}"; }
 free_port() { python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'; }
+module() { PYTHONPATH=$repository python -P -m "$@"; }
+# A mistake in a recipe is said here, once and at once, rather than by ranks.
+check_recipe() { module dstrain.config "$@" || exit 2; }
 has_gpu() { command -v nvidia-smi >/dev/null; }
 
 # What a device wants to be set, unless it is; said in one line.
@@ -50,27 +53,34 @@ is_left() {
     return 1
 }
 
-# Run a command, RESTARTS times more when it fails, and end with its status: 75 once a signal has come.
-# `last_words`, if the script has set it, are the arguments of train.py that tell whose failure to show.
+# Run a command, RESTARTS times more when it fails, and end with train.py's status: 75 once a signal has come.
+# `last_words` are the arguments of train.py, which tell whose first failure to show as the last thing.
 supervise() {
     trap stop TERM USR1 INT
-    local attempt status
+    local attempt status began words=""
     for ((attempt = 0; ; attempt++)); do
         [[ $attempt -eq 0 ]] || export DSTRAIN_RESTARTS=$attempt
+        began=$(date +%s)
         setsid "$@" &
         group=$!
         status=0
         wait "$group" || status=$?
         while is_left; do sleep 0.2; done # ranks that outlive their launcher to save
         [[ $stopped -eq 0 ]] || exit 75
+        case $status in
+            0 | 2 | 75) words="" ;;
+            *) # a launcher's own: what did it mean?
+                words=$(module dstrain last-failure --launcher-status "$status" --since "$began" "${last_words[@]}" 2>/dev/null) || true
+                [[ -z $words ]] || status=${words%%$'\n'*}
+                words=${words#*$'\n'}
+                ;;
+        esac
         # 0 done, 2 a mistake to mend, 3 a loss that is not finite: started again, they would end the same way.
         # 75: somebody asked a rank to stop.
         case $status in 0 | 2 | 3 | 75) break ;; esac
         [[ $attempt -lt ${RESTARTS:-0} ]] || break
         echo "the run ended with status $status; starting it again ($((attempt + 1)) of $RESTARTS)" >&2
     done
-    if [[ $status -ne 0 && $status -ne 2 && -n ${last_words[*]:-} ]]; then
-        PYTHONPATH=$repository python -P -m dstrain last-failure "${last_words[@]}" >&2 2>/dev/null || true
-    fi
+    [[ -z $words ]] || echo "$words" >&2
     exit "$status"
 }

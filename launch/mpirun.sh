@@ -17,14 +17,15 @@ defaults ""
 options=(--bind-to none) # its own default is a core a rank; the ranks share out the cores by themselves
 [[ $EUID -ne 0 ]] || options+=(--allow-run-as-root)
 if [[ -n ${HOSTFILE:-} ]]; then
-    place=$(python -P -m dstrain.remote meet --hostfile "$HOSTFILE") || exit $?
+    place=$(module dstrain.remote meet --hostfile "$HOSTFILE") || exit $?
     read -r MASTER_ADDR MASTER_PORT <<<"$place"
     options+=(--hostfile "$HOSTFILE" --mca plm_rsh_args "${PDSH_SSH_ARGS_APPEND:--x}")
 else
     MASTER_ADDR=127.0.0.1 MASTER_PORT=${MASTER_PORT:-$(free_port)}
 fi
 export MASTER_ADDR MASTER_PORT
-while read -r name; do options+=(-x "$name"); done < <(python -P -m dstrain.remote names)
+while read -r name; do options+=(-x "$name"); done < <(module dstrain.remote names)
 last_words=(--config "$@")
+check_recipe "$@"
 supervise mpirun -np "${NP:?set NP to the number of ranks}" "${options[@]}" -x MASTER_ADDR -x MASTER_PORT \
     "$(command -v python)" -u "$repository/train.py" --config "$@"

@@ -32,16 +32,17 @@ done
 need deepspeed
 export PYTHONPATH=$repository${PYTHONPATH:+:$PYTHONPATH}
 last_words=(--config "$recipe" "${arguments[@]}")
+check_recipe "$recipe" "${arguments[@]}"
 if [[ $by_hand -eq 1 ]]; then
     for name in --node_rank --master_addr --master_port; do
         [[ " ${options[*]} " == *" $name "* ]] || fail "command line: --no_ssh needs $name"
     done
     hosts=$(mktemp)
     trap 'rm -f "$hosts"' EXIT
-    python -P -m dstrain.remote hostfile --hostfile "$hostfile" >"$hosts" # DeepSpeed takes a comment behind a host amiss
+    module dstrain.remote hostfile --hostfile "$hostfile" >"$hosts" # DeepSpeed takes a comment behind a host amiss
     bind_cores
     defaults "${binding[@]}"
-    supervise deepspeed --log_level error "${options[@]}" --hostfile "$hosts" --no_ssh "${binding[@]}" \
+    supervise deepspeed --log_level critical "${options[@]}" --hostfile "$hosts" --no_ssh "${binding[@]}" \
         "$repository/train.py" --config "$recipe" "${arguments[@]}"
 fi
 need ssh "install the package 'openssh-client'; or start the run on each host with --no_ssh"

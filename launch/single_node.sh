@@ -16,5 +16,6 @@ ranks=()
 bind_cores
 defaults "${binding[@]}"
 last_words=(--config "$@")
-supervise deepspeed --log_level error --master_port "${MASTER_PORT:-$(free_port)}" "${ranks[@]}" "${binding[@]}" \
+check_recipe "$@"
+supervise deepspeed --log_level critical --master_port "${MASTER_PORT:-$(free_port)}" "${ranks[@]}" "${binding[@]}" \
     "$repository/train.py" --config "$@"

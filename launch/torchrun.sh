@@ -15,6 +15,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 [[ $# -ge 1 && $1 != -* ]] || usage
 need torchrun
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # as torchrun would set it, with a warning; CPU ranks share out the cores
 defaults ""
 ranks=${NUM_GPUS:-1}
 if [[ -z ${NUM_GPUS:-} ]] && has_gpu; then ranks=gpu; fi
@@ -25,7 +26,7 @@ if [[ $nodes == *:* ]]; then
     # With one store for all attempts a node that comes later waits for an address that nobody writes again (torch 2.13).
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     # Without --local-addr torchrun tells the others this host's name, which they may not know.
-    own=${LOCAL_ADDR:-$(PYTHONPATH=$repository python -P -m dstrain.hosts own "${RDZV%:*}")}
+    own=${LOCAL_ADDR:-$(module dstrain.hosts own "${RDZV%:*}")}
     options+=(--rdzv-backend c10d --rdzv-endpoint "$RDZV" --rdzv-id "${RDZV_ID:-dstrain}" --local-addr "$own")
     [[ -z ${RDZV_CONF:-} ]] || options+=(--rdzv-conf "$RDZV_CONF")
 elif [[ $nodes == 1 ]]; then
@@ -35,4 +36,5 @@ else
     options+=(--node-rank "${NODE_RANK:?set it to 0 on the first node, 1 on the second ...}" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
 fi
 last_words=(--config "$@")
-RESTARTS=0 supervise torchrun "${options[@]}" "$repository/train.py" --config "$@"
+check_recipe "$@"
+RESTARTS=0 supervise python -P "$repository/launch/torchrun.py" "${options[@]}" "$repository/train.py" --config "$@"

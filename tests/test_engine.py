@@ -226,11 +226,14 @@ def test_buffers_are_what_transformers_made(process_group, kind, stage, precisio
 
 def test_metrics_and_header_say_the_dtypes(process_group, tmp_path, capsys, monkeypatch):
     import train
-    from dstrain import distributed
+    from dstrain import distributed, watchdog
 
     recipe = tiny_recipe(tmp_path, train={"max_steps": 1}, deepspeed="zero2_bf16_states.json")
     monkeypatch.chdir(tmp_path)
-    train.main(train.parse_args(["--config", str(recipe)]), distributed.prepare())
+    try:
+        train.main(train.parse_args(["--config", str(recipe)]), distributed.prepare())
+    finally:
+        watchdog.stop()
     shown = capsys.readouterr().out
     assert "dtypes     parameters bf16, gradients bf16, reduction bf16, master weights bf16" in shown
     assert "note       no fp32 master weights" in shown

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from running import REPOSITORY, clean_environment
+from running import REPOSITORY, clean_environment, tiny_recipe
 
-from dstrain import hosts, on_host, remote
+from dstrain import failure, hosts, on_host, remote
 from dstrain.errors import UserError
 
 LAUNCH = REPOSITORY / "launch"
@@ -308,13 +308,13 @@ def gpu_machine(tmp_path):
     """Give an environment with eight GPUs, as far as the scripts can tell, whose launcher says what it was given."""
     tools = tmp_path / "bin"
     tools.mkdir()
-    said = 'printf "%s\\n" "$(basename "$0")" "PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-}" "$@"\n'
+    said = 'printf "%s\\n" "PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-}" "$@"\n'
     for name, body in (
         ("nvidia-smi", "printf 'GPU %s\\n' 1\n"),
         ("numactl", ""),
         ("nproc", "echo 16\n"),
         ("deepspeed", said),
-        ("torchrun", said),
+        ("python", f'if [[ $* == *launch/torchrun.py* ]]; then {said}else exec {sys.executable} "$@"; fi\n'),
     ):
         (tools / name).write_text(f"#!/bin/bash\n{body}")
         (tools / name).chmod(0o755)
@@ -324,27 +324,29 @@ def gpu_machine(tmp_path):
     return environment | {"PATH": f"{tools}:{environment['PATH']}"}
 
 
-@pytest.mark.parametrize(("name", "launcher"), [("single_node.sh", "deepspeed"), ("torchrun.sh", "torchrun")])
-def test_defaults_of_gpus_are_set_and_said(gpu_machine, name, launcher):
+@pytest.mark.parametrize("name", ["single_node.sh", "torchrun.sh"])
+def test_defaults_of_gpus_are_set_and_said(gpu_machine, tmp_path, name):
+    recipe = str(tiny_recipe(tmp_path / "some recipe"))
+
     def start(**more):
         done = subprocess.run(
-            [str(LAUNCH / name), "some recipe", "a=b c"],
+            [str(LAUNCH / name), recipe, "logging.run_name=b c"],
             env=gpu_machine | more,
             capture_output=True,
             text=True,
             timeout=60,
         )
         assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines()[-3:] == ["--config", "some recipe", "a=b c"]
+        assert done.stdout.splitlines()[-3:] == ["--config", recipe, "logging.run_name=b c"]
         return done.stdout.splitlines(), done.stderr
 
     given, wrong = start()
-    assert given[:2] == [launcher, "PYTORCH_ALLOC_CONF=expandable_segments:True"]
-    assert ("--bind_cores_to_rank" in given) is (launcher == "deepspeed")
+    assert given[0] == "PYTORCH_ALLOC_CONF=expandable_segments:True"
+    assert ("--bind_cores_to_rank" in given) is (name == "single_node.sh")
     assert wrong.startswith("GPU defaults: PYTORCH_ALLOC_CONF=expandable_segments:True")
     assert wrong.count("\n") == 1
     given, _ = start(PYTORCH_CUDA_ALLOC_CONF="backend:native", OMP_NUM_THREADS="4")
-    assert given[1] == "PYTORCH_ALLOC_CONF="  # the user's own stays
+    assert given[0] == "PYTORCH_ALLOC_CONF="  # the user's own stays
     assert "--bind_cores_to_rank" not in given
 
 
@@ -368,20 +370,84 @@ def test_defaults_of_gpus_on_several_hosts(monkeypatch, capsys):
     assert len(bound) == 1
 
 
-def test_the_first_failure_is_the_last_thing_on_the_screen(gpu_machine, tmp_path):
-    """After a run that failed, and only then, the script asks for it."""
-    tools = tmp_path / "bin"
-    (tools / "python").write_text(
-        '#!/bin/bash\n[[ $* == *last-failure* ]] && echo "first: $*" || echo 29999\n'
-    )
-    (tools / "python").chmod(0o755)
-    for status, last in ((0, ""), (1, "first: -P -m dstrain last-failure --config my-run a=b")):
-        (tools / "deepspeed").write_text(f"#!/bin/bash\nexit {status}\n")
-        done = subprocess.run(
-            [str(LAUNCH / "single_node.sh"), "my-run", "a=b"], env=gpu_machine, capture_output=True, text=True
+DIED_THERE = "ended without a word: its process 7 has gone; a signal or a crash ended it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("status", "failed", "ends", "last"),
+    [
+        (0, None, 0, None),
+        (2, None, 2, None),
+        (75, None, 75, None),
+        (
+            247,
+            ("died", DIED_THERE, 5),
+            5,
+            "error: rank 1 on b, step 3: ended by SIGKILL: its process 7 has gone",
+        ),
+        (
+            139,
+            ("died", DIED_THERE, 5),
+            5,
+            "error: rank 1 on b, step 3: ended by SIGSEGV: its process 7 has gone",
+        ),
+        (5, ("died", DIED_THERE, 5), 5, f"error: rank 1 on b, step 3: {DIED_THERE}"),
+        (1, ("error", "ValueError: x", 1), 1, "error: rank 1 on b, step 3: ValueError: x"),
+        (
+            241,
+            ("error", "ValueError: x", 1),
+            1,
+            "error: rank 1 on b, step 3: ValueError: x",
+        ),  # ended by its launcher
+        (1, None, 1, "error: the run ended with status 1, and no rank has recorded why; see above"),
+        (137, None, 5, "error: the run was ended by SIGKILL before a rank could say why"),
+    ],
+)
+def test_the_first_failure_is_the_last_thing_on_the_screen(gpu_machine, tmp_path, status, failed, ends, last):
+    """Whatever a launcher makes of a rank's status, the script ends with train.py's."""
+    recipe = tiny_recipe(tmp_path)
+    earlier = failure.Failure("error", 0, "of an earlier run", 1, time="2020-01-01T00:00:00+00:00")
+    logs = tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    failure.record(logs, earlier)
+    write = ""
+    if failed:
+        kind, error, code = failed
+        told = failure.Failure(
+            kind, 1, error, code, host="b", step=3, phase="step", time="2999-01-01T00:00:00+00:00"
         )
-        assert done.returncode == status
-        assert done.stderr.splitlines()[1:] == ([last] if last else [])
+        (tmp_path / "told").write_text(failure.to_json(told))
+        write = f"cp {tmp_path}/told {logs}/failure.json\n"
+    (tmp_path / "bin" / "deepspeed").write_text(f"#!/bin/bash\n{write}exit {status}\n")
+    done = subprocess.run(
+        [str(LAUNCH / "single_node.sh"), str(recipe)],
+        env=gpu_machine,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == ends
+    assert done.stderr.splitlines()[1:] == ([last] if last else [])
+    if last and "ended by" in last and failed:
+        assert "ended by" in failure.read(tmp_path / "run").error  # for diagnose
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["single_node.sh", "torchrun.sh", "mpirun.sh", "multi_node.sh"])
+def test_a_mistake_in_a_recipe_is_said_before_anything_is_started(gpu_machine, tmp_path, name):
+    (tmp_path / "bin" / "mpirun").symlink_to("/bin/false")
+    more = ["--hostfile", "no such file"] if name == "multi_node.sh" else []
+    done = subprocess.run(
+        [str(LAUNCH / name), str(tiny_recipe(tmp_path)), *more, "train.max_step=3"],
+        env=gpu_machine | {"NP": "1"}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1].endswith(
+        "unknown key 'train.max_step'; did you mean 'train.max_steps'?"
+    )
+    assert sum("error" in line for line in done.stderr.splitlines()) == 1
 
 
 def test_a_screen_that_is_gone_does_not_end_a_rank():

@@ -30,7 +30,7 @@ ALLOWED = {
     "logs": set(),
     "watchdog": {"distributed", "errors", "failure", "fingerprint", "logs", "watchdog"},
     "hosts": {"errors", "fingerprint"},
-    "remote": {"control", "errors", "hosts"},
+    "remote": {"control", "errors", "failure", "hosts"},
     "on_host": {"control", "fingerprint"},
     "data": {"errors", "data"},
     "loss": set(),

@@ -1,5 +1,6 @@
 """A rank that sleeps, dies, raises, runs out of memory or skips a collective: one screen, and no process hangs."""
 
+import io
 import json
 import os
 import subprocess
@@ -82,6 +83,7 @@ def test_a_rank_that_raises(tmp_path):
     again = launch("--config", tmp_path / "recipe.yaml", "train.max_steps=5", launcher="torchrun", ranks=2)
     assert again.returncode == 0, again.stderr
     assert failure.read(tmp_path / "run") is None
+    assert [one.error for one in failure.earlier(tmp_path / "run")] == [failed.error]
 
 
 @pytest.mark.slow
@@ -100,7 +102,7 @@ def test_a_rank_that_is_killed(tmp_path):
     (line,) = own_lines(process)
     assert line.startswith("error: rank 1 on ")
     assert "ended without a word: its process" in line
-    assert "a signal or a crash ended it" in line
+    assert "a signal or a crash ended it" in line  # which signal only the launcher knows
     assert (failed.kind, failed.rank, failed.status) == ("died", 1, DIED)
     assert gone(tmp_path)
 
@@ -218,7 +220,8 @@ def test_a_full_disk_does_not_hide_a_failure(watch, tmp_path, capfd, monkeypatch
     left = []
     monkeypatch.setattr(distributed, "leave", left.append)
     watch.end(Failure("hung", 0, "hung in step 3", HUNG, traceback="rank 0: there"))
-    sys.stdout, sys.stderr = watch.log._streams
+    sys.stdout, sys.stderr = sys.stdout.screen, sys.stderr.screen
+    watch.log.close()  # nothing is raised either
     watch.log = None
     assert left == [HUNG]
     assert "error: hung in step 3" in capfd.readouterr().err
@@ -349,8 +352,21 @@ def test_the_first_failure_stays(tmp_path, monkeypatch, links):
     (tmp_path / "failure.json").rename(tmp_path / "logs" / "failure.json")
     assert failure.read(tmp_path) == first
     assert first.text() == "error: rank 3 on b, step 7: ValueError: x"
+    failure.clear(tmp_path)
+    failure.clear(tmp_path)
+    (tmp_path / "logs" / "failures.jsonl").open("a").write("{")  # cut off by a full disk
+    assert failure.earlier(tmp_path) == [first]
     (tmp_path / "logs" / "failure.json").write_text("{")
     assert failure.read(tmp_path) is None
+
+
+def test_a_log_that_closes_late_leaves_a_new_screen_alone(tmp_path, monkeypatch):
+    """As in one process that trains twice, whose first screen is closed by then."""
+    log, screen = logs.RankLog(tmp_path, 0), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", screen)
+    log.close()
+    assert sys.stdout is screen
+    assert not isinstance(sys.stderr, logs.Tee)
 
 
 def test_a_log_has_the_last_form_of_a_line(tmp_path, capsys):

@@ -111,5 +111,8 @@ def _looked_at(run: Run) -> dict[str, str]:
         found["saves"] = f"{spent.stall / spent.wall:.0%}"
     if run.rows and "mfu" in run.rows[-1]:
         found["MFU"] = f"{run.rows[-1]['mfu']:.0%}"
+    if run.earlier:
+        last = run.earlier[-1].text().removeprefix("error: ")
+        found["failures of earlier starts"] = f"{len(run.earlier)}, the last: {last}"
     found["events"] = f"{sum(event['event'] == 'spike' for event in run.events)} steps that stand out"
     return found

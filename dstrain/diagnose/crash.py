@@ -144,7 +144,8 @@ def _died(run: Run) -> Finding:
     said = (run.failure or {}).get("error")
     evidence = [_where(run), f"said at the end: {_short(said)}", *_saved(run)]
     changes = [
-        f"the end of that rank's log in {run.folder}/logs/ has its stacks, those of a crash too",
+        f"{run.folder}/logs/: that rank's log ends with the stacks of a crash, but SIGKILL leaves none; "
+        "the others have theirs",
         "`dmesg | tail` on that host: the kernel names what it killed for memory and what crashed",
         "`python -m dstrain doctor` checks memory, /dev/shm, compiled ops and the host",
         "start the same command again: it goes on from the newest checkpoint",

@@ -14,6 +14,7 @@ import yaml
 
 from dstrain import failure
 from dstrain.errors import UserError
+from dstrain.failure import Failure
 
 _TAIL = 20_000  # characters of a rank's log
 
@@ -49,6 +50,7 @@ class Run:
     options: dict[str, Any] = field(default_factory=dict)  # by dotted key, with what is in force
     ds: dict[str, Any] = field(default_factory=dict)  # as the engine got it
     failure: dict[str, Any] | None = None  # of the last start
+    earlier: list[Failure] = field(default_factory=list)  # of the starts before it
     logs: dict[int, str] = field(default_factory=dict)  # the end of each rank's, of the last start
     command: tuple[Path, list[str]] | None = None  # its working directory and arguments
     saved: int | None = None  # newest checkpoint's step
@@ -105,6 +107,7 @@ def read(folder: Path) -> Run:
         options=options,
         ds=_json(folder / "resolved" / "ds_config.json") or _json(folder / "ds_config.json"),
         failure=_failure(folder, starts),
+        earlier=failure.earlier(folder),
         logs={rank: text[-_TAIL:] for rank, text in logs.items()},
         command=(Path(command.group(1)), shlex.split(command.group(2))[1:]) if command else None,
         saved=max(steps, default=None),

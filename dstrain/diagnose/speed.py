@@ -16,6 +16,7 @@ from dstrain.diagnose.run import Finding, Run
 DATA_SHARE = 0.15
 # Equal ranks of one kind of device differ by some percent. It must also cost a tenth of the step.
 SLOWER = 1.25
+SLOWER_BESIDE = 1.5  # CPU ranks of one host take turns on its cores, and with all else that runs there
 STRAGGLER_SHARE = 0.10
 SAME_RANK = 0.6  # of the rows, by weight: another rank each time is noise and no straggler
 # Overlapped communication on a fitting interconnect stays below a tenth or two.
@@ -121,18 +122,27 @@ def _straggler(run: Run, spent: Times) -> Finding | None:
         return None
     (rank, votes_won), steps = votes.most_common(1)[0], sum(votes.values())
     lost = (busy - others) / spent.step
-    if busy / others < SLOWER or lost < STRAGGLER_SHARE or votes_won / steps < SAME_RANK:
+    on_cpu = run.facts.get("device") == "cpu"
+    beside = on_cpu and len(set(run.facts.get("hosts") or [])) == 1
+    if (
+        busy / others < (SLOWER_BESIDE if beside else SLOWER)
+        or lost < STRAGGLER_SHARE
+        or votes_won / steps < SAME_RANK
+    ):
         return None
     evidence = [
         f"{run.host(rank)} is busy for {busy / steps:.3f} s a step, the others for {others / steps:.3f} s: "
         f"{busy / others:.2f} times as long, slowest in {votes_won} of {steps} steps",
-        f"the others wait for it in collectives: {lost:.0%} of a step",
+        f"each of the others waits for it in collectives, {lost:.0%} of a step",
     ]
+    tools = "`top`" if on_cpu else "`nvidia-smi -q -d PERFORMANCE`, `top`"
     changes = (
-        "on that host: another job, heat, a power limit or fewer cores (`nvidia-smi -q -d PERFORMANCE`, top)",
-        "`python -m dstrain doctor --hostfile FILE` compares the hosts",
-        "start without that host: the run goes on from its checkpoint on any number of ranks",
-    )
+        f"look on that host for another job, heat, a power limit, fewer cores: {tools}",
+        *([] if beside else [
+            "`python -m dstrain doctor --hostfile FILE` compares the hosts",
+            "start without that host: the run goes on from its checkpoint on any number of ranks",
+        ]),
+    )  # fmt: skip
     return Finding(
         "straggler", _score(lost), f"{run.host(rank)} is slower than the others", tuple(evidence), changes
     )
@@ -195,7 +205,7 @@ def _utilization(run: Run, spent: Times, causes: list[Any]) -> Finding | None:
     listed = ", ".join(f"{name} {seconds / spent.wall:.0%}" for name, seconds in parts.items())
     what = f"MFU {level:.0%}" if rates else f"ranks compute in {level:.0%} of the time"
     asked = f"{goal:.0%} is asked for: 70 % of what tuned runs reach" if rates else f"{goal:.0%} is asked for"
-    evidence = (f"{what}; {asked}", f"computing {spent.computing:.0%}, {listed}")
+    evidence = (f"{what}; {asked}", f"computing {spent.computing:.0%}, {listed}; means over the ranks")
     if causes:
         changes = [f"see: {', '.join(cause.title for cause in causes)}"]
     else:

@@ -51,6 +51,8 @@ class Console:
                 self.say(f"step {step}/{self.max_steps}  {text}  left {self._left(step)}")
         if "eval_loss" in row:
             self.say(f"eval at step {int(row['step'])}: loss {row['eval_loss']:.4f}")
+            if "loss" not in row:  # before the first step, which is no part of the time that steps take
+                self.started = time.perf_counter()
 
     def say(self, line: str) -> None:
         """Print a line, above the bar if there is one."""

@@ -19,7 +19,10 @@ class RowsFile:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
             kept = [line for line in lines if resumed_step is not None and _step(line) <= resumed_step]
-            self.file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            if kept != lines or not self.file.exists():
+                whole = self.file.with_name(f".{self.file.name}.new")  # a crash now must not lose the curve
+                whole.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+                whole.replace(self.file)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row. On a full disk it is kept until there is room again, and training goes on."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dstrain import distributed
 from dstrain.errors import Told, UserError
-from dstrain.watchdog.guard import Guard
+from dstrain.watchdog.guard import Guard, status_of
 
 __all__ = ["enter", "fail", "finish", "start", "stop"]
 
@@ -76,10 +76,10 @@ def fail(error: BaseException) -> int:
         return _guard.fail(error)
     if isinstance(error, Told):
         distributed.say_error(str(error))
-        return error.status
-    distributed.be_patient()
-    traceback.print_exception(error, file=sys.stderr)
-    return 1
+    else:
+        distributed.be_patient()
+        traceback.print_exception(error, file=sys.stderr)
+    return status_of(error)
 
 
 def finish() -> None:

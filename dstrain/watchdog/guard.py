@@ -154,12 +154,12 @@ class Guard:
         kills = memory_kills() - self.kills
         why = "something killed it, or its host is gone (for lack of memory: dmesg on that host)"
         if rank in self.near:
-            why = "a signal or a crash ended it"
+            why = failure.UNKNOWN
             if kills > 0:
                 why = (
                     f"the kernel ended {kills} process{'es' * (kills > 1)} here for lack of memory meanwhile"
                 )
-        error = f"ended without a word: {how}; {why}"
+        error = f"{failure.SILENT}: {how}; {why}"
         return Failure("died", rank, error, DIED, self.peers[rank]["host"], self.at.step, self.at.phase)
 
     # ---- standing still
@@ -209,9 +209,8 @@ class Guard:
             deadline = time.monotonic() + SILENT_LOST_S + 10
             while time.monotonic() < deadline and self.store:
                 time.sleep(LOOK_S)  # the thread ends the process
-        told = isinstance(error, Told)
-        status = error.status if told else 130 if isinstance(error, KeyboardInterrupt) else 1
-        text = "" if told else "".join(traceback.format_exception(error))
+        status = status_of(error)
+        text = "" if isinstance(error, Told) else "".join(traceback.format_exception(error))
         here = (self.peers[self.place.rank]["host"], self.at.step, self.at.phase)
         return self._tell(
             Failure("error", self.place.rank, one_line(error), status, *here, traceback=text)
@@ -272,6 +271,13 @@ class Guard:
         if self.log:
             faulthandler.disable()
             self.log.close()
+
+
+def status_of(error: BaseException) -> int:
+    """Return the exit status that an error stands for."""
+    if isinstance(error, Told):
+        return error.status
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
 def one_line(error: BaseException) -> str:
