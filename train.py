@@ -175,10 +175,10 @@ def main(args: argparse.Namespace, world: distributed.World) -> int:
         control.done(*[SAVE_FILE] * save_now, *[STOP_FILE] * stopped)
         if (preempted or stopped) and step < max_steps:
             saver.wait()
-            observer.interrupted(step, preempted, time.perf_counter() - began)
+            observer.interrupted(step, preempted, time.perf_counter() - began, saver.measured)
             return PREEMPTED if preempted else 0
     saver.wait()
-    observer.finish(time.perf_counter() - began)
+    observer.finish(time.perf_counter() - began, saver.measured)
 
     if recipe.checkpoint.export:
         watchdog.enter("export", max_steps)

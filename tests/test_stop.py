@@ -1,6 +1,7 @@
 """Signals, request files, a launcher that dies, and SIGKILL at any moment: nothing is lost, no process is left."""
 
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -103,6 +104,10 @@ def test_files_ask_for_a_save_and_a_stop(tmp_path):
     assert not (run / "STOP").exists()
     (row,) = [row for row in metrics(run) if row.get("checkpoint_stall_s")][:1]
     assert row["checkpoint_gib"] > 0
+    last = json.loads((run / "logs" / "events.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], last["by"]) == ("interrupted", "the file STOP")
+    assert min(last[f"checkpoint_{name}"] for name in ("stall_s", "gib", "gib_per_s")) > 0
+    assert "last save" in said
 
 
 def test_a_second_signal_ends_at_once(tmp_path):

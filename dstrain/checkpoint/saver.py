@@ -40,7 +40,9 @@ class Saver:
         """save_total_limit: checkpoints that stay, None for all. save_optimizer: also its states."""
         self.root, self.place, self.keep = output_dir / "checkpoints", place, save_total_limit
         self.background, self.with_states = async_save, save_optimizer
-        self.measured: dict[str, float] = {}  # of the last save
+        # Of the last save; what was written in a second is of the last one that is written whole.
+        self.measured: dict[str, float] = {}
+        self._rate: float | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._step: int | None = None
@@ -97,7 +99,7 @@ class Saver:
         self.measured = {
             "checkpoint_stall_s": time.perf_counter() - started,
             "checkpoint_gib": sum(sizes) / 2**30,
-        }
+        } | ({} if self._rate is None else {"checkpoint_gib_per_s": self._rate})
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written. Raises UserError if that failed, on all ranks."""
@@ -107,6 +109,8 @@ class Saver:
         self._thread = None
         errors = [(rank, error) for rank, error in enumerate(distributed.gather(_say(self._error))) if error]
         if not errors:
+            if self._rate is not None:
+                self.measured["checkpoint_gib_per_s"] = self._rate
             return
         rank, (full, reason) = errors[0]
         temporary, step, self._step = self.root / f"tmp-{self._step}", self._step, None
@@ -151,6 +155,7 @@ class Saver:
     def _write(
         self, temporary: Path, tensors: dict[str, torch.Tensor], listed: list, body: dict[str, Any]
     ) -> None:
+        started = time.perf_counter()
         try:
             file = temporary / file_of(self.place.rank)
             save_file(tensors, file)
@@ -159,14 +164,18 @@ class Saver:
                 os.fsync(stream.fileno())
             part = {"size": file.stat().st_size, "sha256": store.digest(file), "fragments": listed}
             if self.place.is_main:
-                self._complete(temporary, part, body)
+                size = self._complete(temporary, part, body)
+                self._rate = size / 2**30 / (time.perf_counter() - started)
             else:
                 store.write_text(temporary / _part(self.place.rank), json.dumps(part))
         except BaseException as error:  # told to all ranks by `wait`
             self._error = error
 
-    def _complete(self, temporary: Path, own: dict[str, Any], body: dict[str, Any]) -> None:
-        """Wait for the other ranks' files, write the manifest, and give the folder its name."""
+    def _complete(self, temporary: Path, own: dict[str, Any], body: dict[str, Any]) -> int:
+        """Wait for the other ranks' files, write the manifest, and give the folder its name.
+
+        Returns the bytes of all ranks' files.
+        """
         parts = {0: own}
         deadline = time.monotonic() + _PATIENCE_S
         while len(parts) < self.place.size:
@@ -195,6 +204,7 @@ class Saver:
         store.write_text(self.root / "latest", f"{final.name}\n")
         if self.keep:
             store.prune(self.root, self.keep)
+        return sum(part["size"] for part in parts.values())
 
 
 def file_of(rank: int) -> str:

@@ -153,26 +153,35 @@ class Observer:
         stalls = self.extra.get("checkpoint_stall_s", 0.0) + values.get("checkpoint_stall_s", 0.0)
         self.extra = dict(values) | ({"checkpoint_stall_s": stalls} if stalls else {})
 
-    def interrupted(self, step: int, preempted: bool, wall_s: float) -> None:
-        """Say that the run stops early, and close everything; W&B learns if it is to go on elsewhere."""
+    def interrupted(self, step: int, preempted: bool, wall_s: float, saved: Mapping[str, float]) -> None:
+        """Say that the run stops early, and close everything; W&B learns if it is to go on elsewhere.
+
+        saved: what the last save cost, as for `measured`.
+        """
         if self.trackers and preempted:
             self.trackers.mark_preempting()
         why = "a signal" if preempted else "the file STOP"
-        self._event("interrupted", step, by=why)
-        self._close(wall_s)
+        self._event("interrupted", step, by=why, **saved)
+        self._close(wall_s, saved)
         self.say(f"stopped after step {step} by {why}; saved, and the same command goes on")
 
     def say(self, text: str) -> None:
         """Print for people."""
         self.console.say(text)
 
-    def finish(self, wall_s: float) -> None:
-        """Close everything and draw the loss curve. wall_s: of the whole run, its earlier starts too."""
-        self._event("finished", self.max_steps)
-        self._close(wall_s)
+    def finish(self, wall_s: float, saved: Mapping[str, float]) -> None:
+        """Close everything and draw the loss curve.
 
-    def _close(self, wall_s: float) -> None:
+        wall_s: of the whole run, its earlier starts too. saved: what the last save cost.
+        """
+        self._event("finished", self.max_steps, **saved)
+        self._close(wall_s, saved)
+
+    def _close(self, wall_s: float, saved: Mapping[str, float]) -> None:
         self.console.stop()
+        if "checkpoint_gib_per_s" in saved:
+            cost = f"{saved['checkpoint_gib']:.2f} GiB at {saved['checkpoint_gib_per_s']:.2f} GiB/s"
+            self.say(f"{'last save':<10} {cost}, held up training for {saved['checkpoint_stall_s']:.2f} s")
         self.say(f"{'trained for':<10} {tqdm.format_interval(wall_s)}, evaluation and saves among it")
         if self.trackers:
             self.trackers.finish()
