@@ -13,6 +13,7 @@ import pytest
 from running import REPOSITORY, launch, metrics, tiny_recipe
 
 from dstrain import control, distributed, failure, logs
+from dstrain.diagnose import diagnose
 from dstrain.failure import DIED, HUNG, Failure
 from dstrain.observe.meter import peak_tflops
 from dstrain.observe.metrics import RowsFile
@@ -38,6 +39,11 @@ def own_lines(process):
     return [
         line for line in process.stderr.splitlines() if "[launch.py" not in line and "accelerator" not in line
     ]
+
+
+def diagnosed(folder):
+    """What diagnose puts first."""
+    return diagnose(folder / "run")["findings"][0]
 
 
 def rank_log(folder, rank):
@@ -67,6 +73,8 @@ def test_a_rank_that_raises(tmp_path):
     assert len(lines) < 25
     assert (failed.kind, failed.rank, failed.step, failed.status) == ("error", 2, STEP, 1)
     assert "Traceback" in failed.traceback
+    assert diagnosed(tmp_path)["kind"] == "error"
+    assert "raised in" in " ".join(diagnosed(tmp_path)["evidence"])
     for rank in range(3):
         assert f"error: rank 2 on {failed.host}, step {STEP}: ValueError: the fault" in rank_log(
             tmp_path, rank
@@ -84,6 +92,7 @@ def test_a_rank_that_raises(tmp_path):
     assert again.returncode == 0, again.stderr
     assert failure.read(tmp_path / "run") is None
     assert [one.error for one in failure.earlier(tmp_path / "run")] == [failed.error]
+    assert "1, the last: rank 2" in diagnose(tmp_path / "run")["looked_at"]["failures of earlier starts"]
 
 
 @pytest.mark.slow
@@ -104,6 +113,7 @@ def test_a_rank_that_is_killed(tmp_path):
     assert "ended without a word: its process" in line
     assert "a signal or a crash ended it" in line  # which signal only the launcher knows
     assert (failed.kind, failed.rank, failed.status) == ("died", 1, DIED)
+    assert (diagnosed(tmp_path)["kind"], diagnosed(tmp_path)["title"]) == ("died", "rank 1 died")
     assert gone(tmp_path)
 
 
@@ -136,6 +146,9 @@ def test_a_rank_without_memory(tmp_path, memory_group):
     (line,) = own_lines(process)
     assert "the kernel ended 1 process here for lack of memory" in line
     assert (failed.kind, failed.rank, failed.step) == ("died", 1, STEP)
+    found = diagnosed(tmp_path)
+    assert found["title"] == "killed by the kernel: the host ran out of memory"
+    assert any("model.gradient_checkpointing=true" in change for change in found["changes"])
 
 
 @pytest.mark.slow
@@ -152,6 +165,8 @@ def test_a_rank_that_sleeps(tmp_path):
     for rank in (0, 1):
         assert "most recent call first" in rank_log(tmp_path, rank)
     assert "faults.py" in rank_log(tmp_path, 1)
+    assert diagnosed(tmp_path)["kind"] == "hung"
+    assert "rank 1 on " in diagnosed(tmp_path)["evidence"][1]
     assert gone(tmp_path)
 
 
@@ -160,7 +175,7 @@ def test_a_rank_that_skips_a_collective(tmp_path):
     process, failed = run(tmp_path, "skip")
     assert process.returncode == HUNG
     assert "the ranks are in different collectives: all_reduce of " in own_lines(process)[-1]
-    assert failed.kind == "hung"
+    assert failed.kind == diagnosed(tmp_path)["kind"] == "hung"
 
 
 @pytest.mark.slow
