@@ -198,6 +198,8 @@ def test_the_oldest_go_and_the_rest_stay(process_group, tmp_path):
     assert (root / "latest").read_text() == "step-3\n"
     assert min(saves.measured[f"checkpoint_{name}"] for name in ("stall_s", "gib", "gib_per_s")) > 0
     assert [row["problem"] for row in checkpoint.describe(root)] == [None, None]
+    saver(tmp_path, save_total_limit=1)  # as after kills between a save and its pruning
+    assert checkpoint.steps(root) == [3]
 
 
 def test_a_disk_that_is_full_is_foreseen(process_group, tmp_path, monkeypatch, capsys):

@@ -48,6 +48,8 @@ class Saver:
         self._step: int | None = None
         if place.is_main:
             store.sweep(self.root)
+            if self.keep:  # kills after a save and before its pruning would leave more and more of them
+                store.prune(self.root, self.keep)
 
     def save(self, engine: Any, step: int, trainer: Mapping[str, Any]) -> None:
         """Save the engine as it is after `step`, with `trainer`: plain numbers and strings of the loop.
