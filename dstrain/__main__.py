@@ -142,22 +142,14 @@ def checkpoints(run: Annotated[Path, typer.Argument(help="Output folder of a run
 def last_failure(
     context: typer.Context,
     config: Annotated[Path, typer.Option(help="The recipe; train.py's other arguments may follow")],
-    launcher_status: Annotated[int | None, typer.Option(help="What a launcher ended with")] = None,
-    since: Annotated[float, typer.Option(help="When it was started, in seconds since 1970")] = 0,
 ) -> None:
-    """Print how the newest run of a recipe failed, if it did: rank, host, step and error.
-
-    With --launcher-status, print train.py's status that it stands for, and then the last words of the run.
-    """
+    """Print how the newest run of a recipe failed, if it did: rank, host, step and error."""
     from dstrain import failure
     from dstrain.config import load_recipe, overrides_of
 
     recipe, _ = load_recipe(config, overrides_of(context.args))
     output_dir = Path(recipe.output_dir).expanduser()
-    if launcher_status is not None:
-        words, status = failure.last_words(output_dir, launcher_status, since)
-        typer.echo(f"{status}\n{words}")
-    elif failed := failure.read(output_dir):
+    if failed := failure.read(output_dir):
         typer.echo(failed.text())
     else:
         typer.echo(f"{recipe.output_dir}: no failure of its newest run is on record")

@@ -82,9 +82,17 @@ def _parse_yaml(text: str, name: str) -> Any:
         raise UserError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
 
 
+_WITH_VALUE = ("--deepspeed_config", "--zero_stage", "--precision", "--allow-change")  # of train.py's options
+
+
 def overrides_of(words: Sequence[str]) -> list[str]:
     """Return those of train.py's arguments that are `section.key=value`."""
-    return [word for word in words if "=" in word and not word.startswith("-")]
+    found, before = [], ""
+    for word in words:
+        if "=" in word and not word.startswith("-") and before not in _WITH_VALUE:
+            found.append(word)
+        before = word
+    return found
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe, dict[str, Any]]:
@@ -269,8 +277,10 @@ def _suggestion(key: str) -> str:
     return f"; did you mean {same_leaf[0]!r}?" if same_leaf else nearest(key, names)
 
 
-if __name__ == "__main__":  # what launch scripts check first: RECIPE [section.key=value ...]
+if __name__ == "__main__":  # what launch scripts check first: RECIPE [train.py's other arguments]
     try:
-        load_recipe(sys.argv[1], overrides_of(sys.argv[2:]))
+        checked, _ = load_recipe(sys.argv[1], overrides_of(sys.argv[2:]))
     except UserError as fault:
-        raise SystemExit(f"error: {fault}") from None
+        print(f"error: {fault}", file=sys.stderr)
+        raise SystemExit(fault.status) from None
+    print(Path(checked.output_dir).expanduser())

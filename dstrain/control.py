@@ -13,8 +13,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+from dstrain.failure import PREEMPTED
+
 STOP_FILE, SAVE_FILE = "STOP", "SAVE"
-PREEMPTED = 75  # exit status after a signal: saved, to be started again (EX_TEMPFAIL of sysexits.h)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _SAME_S = 2.0  # launchers pass a signal on that the ranks have got already
 _LAUNCHERS = (

@@ -10,12 +10,14 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 HUNG, DIED = 4, 5  # exit statuses: ranks waited for one another for too long; a rank went without a word
 FILE = "failure.json"
 EARLIER = "failures.jsonl"
-SILENT, UNKNOWN = "ended without a word", "a signal or a crash ended it"  # until a launcher says which
-_FATAL = ("KILL", "SEGV", "BUS", "ABRT", "ILL", "FPE", "TERM", "HUP", "PIPE")
+UNKNOWN = "a signal or a crash ended it"
+PREEMPTED = 75  # after a signal: saved, to be started again (EX_TEMPFAIL of sysexits.h)
+_FATAL = ("KILL", "SEGV", "BUS", "ABRT", "ILL", "FPE", "TERM", "PIPE")
 
 
 def _now() -> str:
@@ -123,29 +125,62 @@ def earlier(output_dir: Path) -> list[Failure]:
     return found
 
 
-def last_words(output_dir: Path, status: int, began: float) -> tuple[str, int]:
-    """Return what to say of a run that a launcher ended, and the status of train.py that it stands for.
+def mark(output_dir: Path) -> str:
+    """Return what tells apart what a run leaves from what earlier ones have left, for `last_words`."""
+    told = read(output_dir)
+    return json.dumps([told.time if told else None, _newest_event(output_dir)])
 
-    Of a rank that a signal ended, deepspeed makes 256 less its number, others 128 more.
-    began: when the run was started, in seconds since 1970; a failure before it is an earlier run's.
+
+def last_words(output_dir: Path, status: int, before: str) -> tuple[int, str]:
+    """Return train.py's status that a launcher's status stands for, and what to say last of the run.
+
+    Launchers have statuses of their own: 0 from deepspeed if its launch.py was killed, 256 less a signal's
+    number for a rank that it ended, elsewhere 128 more. before: what `mark` gave as the run was started.
     """
-    failed, ended_by = read(output_dir), _signal(status)
-    if failed and datetime.datetime.fromisoformat(failed.time).timestamp() >= began:
-        if failed.kind == "died" and ended_by:
-            error = failed.error.replace(SILENT, f"ended by {ended_by}").replace(f"; {UNKNOWN}", "")
-            failed = replace(failed, error=error)
-            with contextlib.suppress(OSError):
-                (output_dir / "logs" / FILE).write_text(json.dumps(asdict(failed), indent=2) + "\n")
-        return failed.text(), failed.status
-    if ended_by:
-        return f"error: the run was ended by {ended_by} before a rank could say why", DIED
-    return f"error: the run ended with status {status}, and no rank has recorded why; see above", status
+    told_before, event_before = json.loads(before)
+    failed, event, seen = read(output_dir), _newest_event(output_dir), _signal(status)
+    if failed and failed.time != told_before:
+        if failed.kind == "died" and seen and failed.host == socket.gethostname():
+            failed = replace(failed, error=failed.error.replace(UNKNOWN, f"its launcher saw {seen}"))
+            with contextlib.suppress(OSError):  # for diagnose
+                _write(output_dir / "logs", FILE, json.dumps(asdict(failed), indent=2) + "\n")
+        return failed.status, failed.text()
+    if event and event != event_before and event.get("event") == "interrupted":
+        return (PREEMPTED if event.get("by") == "a signal" else 0), ""
+    if status == 0:
+        return 0, ""
+    if seen:
+        return DIED, f"error: the run was ended by {seen} before a rank could say why"
+    return status, f"error: the run ended with status {status}, and no rank has recorded why; see above"
+
+
+def _write(folder: Path, name: str, text: str) -> None:
+    whole = folder / f".{name}.{socket.gethostname()}.{os.getpid()}"
+    whole.write_text(text, encoding="utf-8")
+    whole.replace(folder / name)
+
+
+def _newest_event(output_dir: Path) -> dict[str, Any] | None:
+    try:
+        lines = (output_dir / "logs" / "events.jsonl").read_text(encoding="utf-8").splitlines()
+        return json.loads(lines[-1])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _signal(status: int) -> str:
+    """Return the name of the signal that a launcher's status tells of, or nothing."""
     for number in (256 - status, status - 128):
         with contextlib.suppress(ValueError):
             name = signal.Signals(number).name
             if name.removeprefix("SIG") in _FATAL:
                 return name
     return ""
+
+
+if __name__ == "__main__":  # what launch/lib.sh asks; standard library only, for it is asked at each start
+    match sys.argv[1:]:
+        case ["mark", folder]:
+            print(mark(Path(folder)))
+        case ["words", folder, number, known]:
+            print(*last_words(Path(folder), int(number), known), sep="\n")

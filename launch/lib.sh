@@ -7,9 +7,9 @@ fail() { echo "error: $1" >&2; exit 2; }
 usage() { sed -n '2,/^set -/{/^#/s/^# \{0,1\}//p}' "$0" >&2; exit 2; }
 need() { command -v "$1" >/dev/null || fail "$1 is missing; ${2:-source $repository/.venv/bin/activate}"; }
 free_port() { python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'; }
-module() { PYTHONPATH=$repository python -P -m "$@"; }
+module() { PYTHONPATH=$repository${PYTHONPATH:+:$PYTHONPATH} python -P -m "$@"; }
 # A mistake in a recipe is said here, once and at once, rather than by ranks.
-check_recipe() { module dstrain.config "$@" || exit 2; }
+check_recipe() { output_dir=$(module dstrain.config "$@") || exit $?; }
 has_gpu() { command -v nvidia-smi >/dev/null; }
 
 # What a device wants to be set, unless it is; said in one line.
@@ -33,54 +33,61 @@ bind_cores() {
     fi
 }
 
+trap 'exit 75' TERM USR1 INT # until `supervise`: nothing runs yet
+
 stopped=0
 group=0
-ranks_left=()
-descendants() { local child; for child in $(pgrep -P "$1"); do echo "$child"; descendants "$child"; done; }
-# To all processes of the run, those with sessions of their own among them; where `passes_on` is set, to its command
-# alone. A launcher may die of it; the ranks finish their step, save and end.
-stop() {
-    stopped=1
-    [[ $group -ne 0 ]] || return 0
-    [[ -n ${passes_on:-} ]] || mapfile -t ranks_left < <(descendants "$group")
-    kill -USR1 -- "-$group" "${ranks_left[@]}" 2>/dev/null || true
-}
-is_left() {
+# The processes of the run, those with sessions of their own and those whose launcher has died among them.
+of_run() { grep -lsz "^LAUNCHED_BY=$mark\$" /proc/[0-9]*/environ | cut -d / -f 3; }
+trains() {
     local pid
-    for pid in "-$group" "${ranks_left[@]}"; do
-        if kill -0 -- "$pid" 2>/dev/null; then return 0; fi
+    for pid in $(of_run); do
+        if grep -qsz '/train\.py$' "/proc/$pid/cmdline"; then return 0; fi
     done
     return 1
 }
+# A signal for all of them; where `passes_on` is set, for its command alone. A launcher may die of it; the ranks finish
+# their step, save and end.
+stop() {
+    stopped=1
+    [[ $group -ne 0 ]] || return 0
+    local processes=()
+    [[ -n ${passes_on:-} ]] || mapfile -t processes < <(of_run)
+    kill -USR1 -- "-$group" "${processes[@]}" 2>/dev/null || true
+}
 
 # Run a command, RESTARTS times more when it fails, and end with train.py's status: 75 once a signal has come.
-# `last_words` are the arguments of train.py, which tell whose first failure to show as the last thing.
+# `output_dir` is the run's, in which it says how it ended: launchers have statuses of their own.
 supervise() {
     trap stop TERM USR1 INT
-    local attempt status began words=""
+    local attempt status before words
     for ((attempt = 0; ; attempt++)); do
         [[ $attempt -eq 0 ]] || export DSTRAIN_RESTARTS=$attempt
-        began=$(date +%s)
-        setsid "$@" &
+        before=$(module dstrain.failure mark "$output_dir") || before="[null, null]"
+        [[ $stopped -eq 0 ]] || exit 75
+        mark=$$.$attempt.$EPOCHREALTIME
+        LAUNCHED_BY=$mark setsid "$@" &
         group=$!
+        [[ $stopped -eq 0 ]] || stop
         status=0
         wait "$group" || status=$?
-        while is_left; do sleep 0.2; done # ranks that outlive their launcher to save
+        while trains; do sleep 0.2; done # ranks that outlive their launcher to save
+        group=0
         [[ $stopped -eq 0 ]] || exit 75
-        case $status in
-            0 | 2 | 75) words="" ;;
-            *) # a launcher's own: what did it mean?
-                words=$(module dstrain last-failure --launcher-status "$status" --since "$began" "${last_words[@]}" 2>/dev/null) || true
-                [[ -z $words ]] || status=${words%%$'\n'*}
-                words=${words#*$'\n'}
-                ;;
-        esac
+        words=""
+        if [[ $status -ne 2 && $status -ne 75 ]]; then
+            words=$(module dstrain.failure words "$output_dir" "$status" "$before") || words=$status
+            status=${words%%$'\n'*}
+            words=${words#"$status"}
+        fi
+        [[ $stopped -eq 0 ]] || exit 75
         # 0 done, 2 a mistake to mend, 3 a loss that is not finite: started again, they would end the same way.
         # 75: somebody asked a rank to stop.
         case $status in 0 | 2 | 3 | 75) break ;; esac
         [[ $attempt -lt ${RESTARTS:-0} ]] || break
         echo "the run ended with status $status; starting it again ($((attempt + 1)) of $RESTARTS)" >&2
     done
+    words=${words#$'\n'}
     [[ -z $words ]] || echo "$words" >&2
     exit "$status"
 }

@@ -12,6 +12,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 [[ $# -ge 1 && $1 != -* ]] || usage
 need mpirun "install the package 'openmpi-bin'"
 need deepspeed
+check_recipe "$@"
 export PYTHONPATH=$repository${PYTHONPATH:+:$PYTHONPATH}
 defaults ""
 options=(--bind-to none) # its own default is a core a rank; the ranks share out the cores by themselves
@@ -25,7 +26,5 @@ else
 fi
 export MASTER_ADDR MASTER_PORT
 while read -r name; do options+=(-x "$name"); done < <(module dstrain.remote names)
-last_words=(--config "$@")
-check_recipe "$@"
 supervise mpirun -np "${NP:?set NP to the number of ranks}" "${options[@]}" -x MASTER_ADDR -x MASTER_PORT \
     "$(command -v python)" -u "$repository/train.py" --config "$@"

@@ -30,9 +30,8 @@ while [[ $# -gt 0 ]]; do
 done
 [[ -n $hostfile ]] || fail "command line: --hostfile FILE is missing"
 need deepspeed
-export PYTHONPATH=$repository${PYTHONPATH:+:$PYTHONPATH}
-last_words=(--config "$recipe" "${arguments[@]}")
 check_recipe "$recipe" "${arguments[@]}"
+export PYTHONPATH=$repository${PYTHONPATH:+:$PYTHONPATH}
 if [[ $by_hand -eq 1 ]]; then
     for name in --node_rank --master_addr --master_port; do
         [[ " ${options[*]} " == *" $name "* ]] || fail "command line: --no_ssh needs $name"

@@ -11,11 +11,10 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 [[ $# -ge 1 && $1 != -* ]] || usage
 need deepspeed
+check_recipe "$@"
 ranks=()
 [[ -z ${NUM_GPUS:-} ]] || ranks=(--num_gpus "$NUM_GPUS")
 bind_cores
 defaults "${binding[@]}"
-last_words=(--config "$@")
-check_recipe "$@"
 supervise deepspeed --log_level critical --master_port "${MASTER_PORT:-$(free_port)}" "${ranks[@]}" "${binding[@]}" \
     "$repository/train.py" --config "$@"

@@ -9,18 +9,22 @@
 # keeps its global batch. RDZV: host and port of one of the nodes, at which they meet. NUM_GPUS: ranks on this node.
 # RDZV_CONF: more for torchrun, such as last_call_timeout=5, the seconds that it waits for more nodes (30).
 # SIGTERM, SIGUSR1 or Ctrl-C: the ranks finish their step and save, this script waits for them and ends with status 75.
-# RESTARTS: how often torchrun starts the ranks again; each node that leaves or comes back takes one as well.
+# RESTARTS: how often the ranks are started again. On several nodes torchrun does it, whatever they ended with, and each
+# node that leaves or comes back takes one as well.
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 [[ $# -ge 1 && $1 != -* ]] || usage
 need torchrun
+check_recipe "$@"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # as torchrun would set it, with a warning; CPU ranks share out the cores
 defaults ""
 ranks=${NUM_GPUS:-1}
 if [[ -z ${NUM_GPUS:-} ]] && has_gpu; then ranks=gpu; fi
 nodes=${NNODES:-1}
-options=(--nnodes "$nodes" --nproc-per-node "$ranks" --max-restarts "${RESTARTS:-0}")
+again=0
+[[ $nodes == 1 ]] || again=${RESTARTS:-0} RESTARTS=0 # by torchrun, for all nodes at once
+options=(--nnodes "$nodes" --nproc-per-node "$ranks" --max-restarts "$again")
 if [[ $nodes == *:* ]]; then
     [[ -n ${RDZV:-} ]] || fail "NNODES=$nodes is elastic: set RDZV=HOST:PORT, at which the nodes meet"
     # With one store for all attempts a node that comes later waits for an address that nobody writes again (torch 2.13).
@@ -35,6 +39,4 @@ else
     [[ -n ${MASTER_ADDR:-} && -n ${MASTER_PORT:-} ]] || fail "NNODES=$nodes: set MASTER_ADDR and MASTER_PORT, and NODE_RANK on each node"
     options+=(--node-rank "${NODE_RANK:?set it to 0 on the first node, 1 on the second ...}" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
 fi
-last_words=(--config "$@")
-check_recipe "$@"
-RESTARTS=0 supervise python -P "$repository/launch/torchrun.py" "${options[@]}" "$repository/train.py" --config "$@"
+supervise python -P "$repository/launch/torchrun.py" "${options[@]}" "$repository/train.py" --config "$@"

@@ -136,6 +136,12 @@ class Started(subprocess.Popen):
         return self.out.read(), self.err.read()
 
 
+def script(name: str, *arguments, **environment) -> Started:
+    """Start a script of launch/ on this machine."""
+    command = [str(REPOSITORY / "launch" / name), *map(str, arguments)]
+    return Started(command, env=clean_environment() | environment)
+
+
 def metrics(output_dir: Path) -> list[dict]:
     """Return the rows of a run's metrics.jsonl."""
     return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]

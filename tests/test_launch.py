@@ -23,12 +23,14 @@ from running import (
     losses,
     metrics,
     ranks_of,
+    script,
     tiny_recipe,
     trains,
     wait_for,
 )
 
 from dstrain.control import PREEMPTED
+from dstrain.failure import DIED
 
 pytestmark = pytest.mark.slow
 LONG = {"max_steps": 5000, "train_micro_batch_size_per_gpu": 1}
@@ -56,12 +58,6 @@ def reference(tmp_path_factory):
     done = launch("--config", recipe, launcher="deepspeed", ranks=2)
     assert done.returncode == 0, done.stderr
     return losses(recipe.parent / "run")
-
-
-def script(name, *arguments, **environment):
-    """Start a script of launch/ on this machine."""
-    command = [str(REPOSITORY / "launch" / name), *map(str, arguments)]
-    return Started(command, env=clean_environment() | environment)
 
 
 def command_line(pid):
@@ -164,7 +160,7 @@ def test_four_hosts(cluster, tmp_path):
     os.kill(launcher, signal.SIGKILL)
     wait_for(lambda: ranks_of(recipe) == [], 60)
     said, wrong = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGKILL
+    assert process.returncode == DIED
     assert "starting it again (1 of 1)" in wrong
     assert "resumed from step" in said
     steps = [row["step"] for row in metrics(tmp_path / "run")]
@@ -201,8 +197,9 @@ def test_hosts_started_by_hand(cluster, reference, tmp_path, name):
     assert losses(tmp_path / "run") == pytest.approx(reference, abs=1e-6)
 
 
-def errors_of(cluster, tmp_path, hostfile, *arguments, recipe="no/recipe"):
+def errors_of(cluster, tmp_path, hostfile, *arguments, recipe=""):
     """Return the lines that multi_node.sh says before it ends, for a mistake that it must find before it starts."""
+    recipe = recipe or str(tiny_recipe(tmp_path / "good"))
     command = [str(REPOSITORY / "launch" / "multi_node.sh"), recipe, "--hostfile", str(hostfile), *arguments]
     done = subprocess.run(
         command, cwd=tmp_path, env=cluster.environment(), capture_output=True, text=True, timeout=90

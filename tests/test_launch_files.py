@@ -4,15 +4,18 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
-from running import REPOSITORY, clean_environment, tiny_recipe
+from running import REPOSITORY, clean_environment, tiny_recipe, wait_for
 
 from dstrain import failure, hosts, on_host, remote
+from dstrain.control import PREEMPTED
 from dstrain.errors import UserError
 
 LAUNCH = REPOSITORY / "launch"
@@ -370,55 +373,74 @@ def test_defaults_of_gpus_on_several_hosts(monkeypatch, capsys):
     assert len(bound) == 1
 
 
-DIED_THERE = "ended without a word: its process 7 has gone; a signal or a crash ended it"
+HERE = socket.gethostname()
+SILENT = "ended without a word: its process 7 has gone; "
+CRASHED = ("died", SILENT + "a signal or a crash ended it", 5)
+BY_SIGNAL, BY_FILE = (
+    {"event": "interrupted", "by": by, "time": "now"} for by in ("a signal", "the file STOP")
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("status", "failed", "ends", "last"),
+    ("status", "host", "failed", "event", "ends", "last"),
     [
-        (0, None, 0, None),
-        (2, None, 2, None),
-        (75, None, 75, None),
+        (0, HERE, None, None, 0, None),
+        (2, HERE, None, None, 2, None),
+        (75, HERE, None, None, 75, None),
+        (247, HERE, CRASHED, None, 5, f"error: rank 1 on {HERE}, step 3: {SILENT}its launcher saw SIGKILL"),
+        (139, HERE, CRASHED, None, 5, f"error: rank 1 on {HERE}, step 3: {SILENT}its launcher saw SIGSEGV"),
+        (247, "b", CRASHED, None, 5, f"error: rank 1 on b, step 3: {CRASHED[1]}"),  # seen by another launcher
+        (5, HERE, CRASHED, None, 5, f"error: rank 1 on {HERE}, step 3: {CRASHED[1]}"),
+        (1, "b", ("error", "ValueError: x", 1), None, 1, "error: rank 1 on b, step 3: ValueError: x"),
+        (241, "b", ("error", "ValueError: x", 1), None, 1, "error: rank 1 on b, step 3: ValueError: x"),
         (
-            247,
-            ("died", DIED_THERE, 5),
+            0,
+            HERE,
+            CRASHED,
+            None,
             5,
-            "error: rank 1 on b, step 3: ended by SIGKILL: its process 7 has gone",
-        ),
+            f"error: rank 1 on {HERE}, step 3: {CRASHED[1]}",
+        ),  # deepspeed without launch.py
+        (0, HERE, None, BY_SIGNAL, 75, None),
+        (143, HERE, None, BY_SIGNAL, 75, None),  # the launcher died of it, and the ranks saved
+        (143, HERE, None, BY_FILE, 0, None),
         (
-            139,
-            ("died", DIED_THERE, 5),
-            5,
-            "error: rank 1 on b, step 3: ended by SIGSEGV: its process 7 has gone",
-        ),
-        (5, ("died", DIED_THERE, 5), 5, f"error: rank 1 on b, step 3: {DIED_THERE}"),
-        (1, ("error", "ValueError: x", 1), 1, "error: rank 1 on b, step 3: ValueError: x"),
-        (
-            241,
-            ("error", "ValueError: x", 1),
             1,
-            "error: rank 1 on b, step 3: ValueError: x",
-        ),  # ended by its launcher
-        (1, None, 1, "error: the run ended with status 1, and no rank has recorded why; see above"),
-        (137, None, 5, "error: the run was ended by SIGKILL before a rank could say why"),
+            HERE,
+            None,
+            None,
+            1,
+            "error: the run ended with status 1, and no rank has recorded why; see above",
+        ),
+        (
+            255,
+            HERE,
+            None,
+            None,
+            255,
+            "error: the run ended with status 255, and no rank has recorded why; see above",
+        ),
+        (137, HERE, None, None, 5, "error: the run was ended by SIGKILL before a rank could say why"),
     ],
 )
-def test_the_first_failure_is_the_last_thing_on_the_screen(gpu_machine, tmp_path, status, failed, ends, last):
+def test_the_first_failure_is_the_last_thing_on_the_screen(
+    gpu_machine, tmp_path, status, host, failed, event, ends, last
+):
     """Whatever a launcher makes of a rank's status, the script ends with train.py's."""
-    recipe = tiny_recipe(tmp_path)
-    earlier = failure.Failure("error", 0, "of an earlier run", 1, time="2020-01-01T00:00:00+00:00")
-    logs = tmp_path / "run" / "logs"
+    recipe, logs = tiny_recipe(tmp_path), tmp_path / "run" / "logs"
     logs.mkdir(parents=True)
-    failure.record(logs, earlier)
+    failure.record(logs, failure.Failure("error", 0, "of an earlier run", 1, time="earlier"))
+    (logs / "events.jsonl").write_text(json.dumps(BY_SIGNAL | {"time": "earlier"}) + "\n")
     write = ""
     if failed:
         kind, error, code = failed
-        told = failure.Failure(
-            kind, 1, error, code, host="b", step=3, phase="step", time="2999-01-01T00:00:00+00:00"
-        )
+        told = failure.Failure(kind, 1, error, code, host=host, step=3, phase="step")
         (tmp_path / "told").write_text(failure.to_json(told))
-        write = f"cp {tmp_path}/told {logs}/failure.json\n"
+        write += f"cp {tmp_path}/told {logs}/failure.json\n"
+    if event:
+        (tmp_path / "event").write_text(json.dumps(event) + "\n")
+        write += f"cat {tmp_path}/event >>{logs}/events.jsonl\n"
     (tmp_path / "bin" / "deepspeed").write_text(f"#!/bin/bash\n{write}exit {status}\n")
     done = subprocess.run(
         [str(LAUNCH / "single_node.sh"), str(recipe)],
@@ -427,20 +449,40 @@ def test_the_first_failure_is_the_last_thing_on_the_screen(gpu_machine, tmp_path
         text=True,
         timeout=60,
     )
-    assert done.returncode == ends
+    assert done.returncode == ends, done.stderr
     assert done.stderr.splitlines()[1:] == ([last] if last else [])
-    if last and "ended by" in last and failed:
-        assert "ended by" in failure.read(tmp_path / "run").error  # for diagnose
+    if last and "launcher saw" in last:
+        assert "launcher saw" in failure.read(tmp_path / "run").error  # for diagnose
+
+
+@pytest.mark.slow
+def test_a_signal_between_two_attempts_is_heard(gpu_machine, tmp_path):
+    recipe = tiny_recipe(tmp_path)
+    (tmp_path / "bin" / "deepspeed").write_text(f"#!/bin/bash\necho started >>{tmp_path}/starts\nexit 1\n")
+    python = tmp_path / "bin" / "python"
+    slow = python.read_text().replace("#!/bin/bash\n", "#!/bin/bash\n[[ $* == *' words '* ]] && sleep 2\n")
+    python.write_text(slow)
+    process = subprocess.Popen(
+        [str(LAUNCH / "single_node.sh"), str(recipe)],
+        env=gpu_machine | {"RESTARTS": "3"},
+        stderr=subprocess.DEVNULL,
+    )
+    wait_for((tmp_path / "starts").exists)
+    time.sleep(0.7)
+    process.terminate()
+    assert process.wait(30) == PREEMPTED
+    assert (tmp_path / "starts").read_text() == "started\n"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["single_node.sh", "torchrun.sh", "mpirun.sh", "multi_node.sh"])
 def test_a_mistake_in_a_recipe_is_said_before_anything_is_started(gpu_machine, tmp_path, name):
     (tmp_path / "bin" / "mpirun").symlink_to("/bin/false")
-    more = ["--hostfile", "no such file"] if name == "multi_node.sh" else []
+    (tmp_path / "hosts").write_text("192.0.2.9 slots=1\n")  # nobody's
+    more = ["--hostfile", str(tmp_path / "hosts")] if name == "multi_node.sh" else []
     done = subprocess.run(
         [str(LAUNCH / name), str(tiny_recipe(tmp_path)), *more, "train.max_step=3"],
-        env=gpu_machine | {"NP": "1"}, capture_output=True, text=True, timeout=60,
+        env=gpu_machine | {"NP": "1", "HOSTFILE": str(tmp_path / "hosts")}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stdout == ""

@@ -41,7 +41,7 @@ ALLOWED = {
     "probe": {"errors"},
     "schedule": set(),
     "step": {"clock", "distributed", "errors"},
-    "control": set(),
+    "control": {"failure"},
     "fragments": set(),
     "checkpoint": {"errors", "distributed", "fragments", "rng", "checkpoint"},
     "run_folder": {"errors", "distributed", "checkpoint", "failure"},

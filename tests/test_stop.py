@@ -3,6 +3,8 @@
 import functools
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from running import (
     losses,
     metrics,
     ranks_of,
+    script,
     tiny_recipe,
     trains,
     wait_for,
@@ -26,6 +29,7 @@ from running import (
 
 from dstrain import checkpoint
 from dstrain.control import PREEMPTED
+from dstrain.failure import DIED
 
 pytestmark = pytest.mark.slow
 LONG = {"max_steps": 5000, "train_micro_batch_size_per_gpu": 1}
@@ -140,14 +144,7 @@ def test_short_drill(tmp_path):
 
 def test_the_launch_script_waits_for_the_save(tmp_path):
     recipe = tiny_recipe(tmp_path, train=LONG, checkpoint={"export": False})
-    script = [str(REPOSITORY / "launch" / "single_node.sh"), str(recipe)]
-    process = subprocess.Popen(
-        script,
-        env=clean_environment() | {"NUM_GPUS": "2"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = script("single_node.sh", recipe, NUM_GPUS="2")
     run = tmp_path / "run"
     wait_for(lambda: trains(recipe))
     process.send_signal(signal.SIGTERM)
@@ -157,15 +154,49 @@ def test_the_launch_script_waits_for_the_save(tmp_path):
     assert last_step(recipe) == metrics(run)[-1]["step"]
 
 
+@pytest.mark.parametrize(
+    ("name", "dies", "status"),
+    [
+        ("torchrun.sh", "train.py", DIED),
+        ("mpirun.sh", "train.py", DIED),
+        ("torchrun.sh", "torchrun.py", PREEMPTED),
+        ("single_node.sh", "deepspeed.launcher.launch", PREEMPTED),
+    ],
+)
+def test_a_launch_script_ends_with_the_status_of_the_ranks(tmp_path, name, dies, status):
+    """Whoever is killed, and whatever the launcher makes of it; ranks that lost their launcher are waited for."""
+    if name == "mpirun.sh" and not shutil.which("mpirun"):
+        pytest.skip("openmpi-bin not installed")
+    recipe = tiny_recipe(tmp_path, train=LONG, checkpoint={"export": False})
+    process = script(name, recipe, NUM_GPUS="2", NP="2")
+    wait_for(lambda: trains(recipe))
+    if dies == "train.py":
+        victim = ranks_of(recipe)[-1]
+    else:
+        found = subprocess.run(
+            ["pgrep", "-f", f"{dies} .*{recipe}"], capture_output=True, text=True
+        ).stdout.split()
+        victim = int(found[-1])
+    os.kill(victim, signal.SIGKILL)
+    _, wrong = process.communicate(timeout=90)
+    assert process.returncode == status, wrong
+    assert not ranks_of(recipe)
+    if status == DIED:
+        assert re.match(
+            r"error: rank 1 on .*, step \d+: ended without a word: its process", wrong.splitlines()[-1]
+        )
+        assert wrong.splitlines()[-1].endswith("; its launcher saw SIGKILL")
+        assert "Traceback" not in wrong
+    else:
+        assert "error" not in wrong
+        assert last_step(recipe) == metrics(tmp_path / "run")[-1]["step"]
+
+
 def test_the_launch_script_starts_a_run_again(tmp_path):
     recipe = tiny_recipe(
         tmp_path, train=LONG | {"max_steps": 600}, checkpoint={"export": False, "save_steps": 20}
     )
-    script = [str(REPOSITORY / "launch" / "single_node.sh"), str(recipe)]
-    environment = clean_environment() | {"NUM_GPUS": "2", "RESTARTS": "2"}
-    process = subprocess.Popen(
-        script, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = script("single_node.sh", recipe, NUM_GPUS="2", RESTARTS="2")
     wait_for(lambda: last_step(recipe))
     os.kill(ranks_of(recipe)[-1], signal.SIGKILL)
     said, wrong = process.communicate(timeout=200)

@@ -312,6 +312,7 @@ def test_a_lack_of_files_is_no_death(monkeypatch):
         (["python", "/venv/bin/deepspeed", "--num_gpus", "2", "train.py"], True),
         (["/venv/bin/python3", "-u", "-m", "deepspeed.launcher.launch", "--world_info=x", "train.py"], True),
         (["python", "/venv/bin/torchrun", "train.py"], True),
+        (["python", "-P", "/recipes/launch/torchrun.py", "--nnodes", "1", "train.py"], True),
         (["python", "-m", "torch.distributed.run", "train.py"], True),
         (["mpirun", "-np", "2", "python"], True),
         (["bash", "run_deepspeed.sh"], False),

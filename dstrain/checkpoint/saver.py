@@ -59,6 +59,7 @@ class Saver:
         """
         started = time.perf_counter()
         self.wait()
+        self.measured = {}
         if self._step == step:
             return
         tensors, listed = self._copy(engine)
@@ -114,6 +115,7 @@ class Saver:
             if self._rate is not None:
                 self.measured["checkpoint_gib_per_s"] = self._rate
             return
+        self.measured = {}
         rank, (full, reason) = errors[0]
         temporary, step, self._step = self.root / f"tmp-{self._step}", self._step, None
         if self.place.is_main:

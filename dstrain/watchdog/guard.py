@@ -159,7 +159,7 @@ class Guard:
                 why = (
                     f"the kernel ended {kills} process{'es' * (kills > 1)} here for lack of memory meanwhile"
                 )
-        error = f"{failure.SILENT}: {how}; {why}"
+        error = f"ended without a word: {how}; {why}"
         return Failure("died", rank, error, DIED, self.peers[rank]["host"], self.at.step, self.at.phase)
 
     # ---- standing still
