@@ -296,6 +296,7 @@ def test_the_way_to_another_host():
     assert hosts.interface_to("no such name") is None
 
 
+@pytest.mark.slow
 def test_openmpi_ranks_find_their_place():
     code = "import os; from dstrain import distributed; print(distributed.world(), os.environ['RANK'], os.environ['LOCAL_RANK'])"
     place = {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
