@@ -70,7 +70,7 @@ supervise() {
         group=$!
         [[ $stopped -eq 0 ]] || stop
         status=0
-        wait "$group" || status=$?
+        wait "$group" 2>/dev/null || status=$? # bash would add a line of its own for a launcher that was killed
         while trains; do sleep 0.2; done # ranks that outlive their launcher to save
         group=0
         [[ $stopped -eq 0 ]] || exit 75
