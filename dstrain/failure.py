@@ -139,6 +139,7 @@ def last_words(output_dir: Path, status: int, before: str) -> tuple[int, str]:
     """
     told_before, event_before = json.loads(before)
     failed, event, seen = read(output_dir), _newest_event(output_dir), _signal(status)
+    begun_here = event != event_before and _started_here(output_dir)
     if failed and failed.time != told_before:
         if failed.kind == "died" and seen and failed.host == socket.gethostname():
             failed = replace(failed, error=failed.error.replace(UNKNOWN, f"its launcher saw {seen}"))
@@ -147,6 +148,8 @@ def last_words(output_dir: Path, status: int, before: str) -> tuple[int, str]:
         return failed.status, failed.text()
     if event and event != event_before and event.get("event") == "interrupted":
         return (PREEMPTED if event.get("by") == "a signal" else 0), ""
+    if status == 0 and begun_here and event and event.get("event") != "finished":
+        return DIED, "error: the run ended before its last step, and no rank could say why"
     if status == 0:
         return 0, ""
     if seen:
@@ -160,12 +163,22 @@ def _write(folder: Path, name: str, text: str) -> None:
     whole.replace(folder / name)
 
 
-def _newest_event(output_dir: Path) -> dict[str, Any] | None:
+def _events(output_dir: Path) -> list[dict[str, Any]]:
     try:
-        lines = (output_dir / "logs" / "events.jsonl").read_text(encoding="utf-8").splitlines()
-        return json.loads(lines[-1])
-    except (OSError, ValueError, IndexError):
-        return None
+        text = (output_dir / "logs" / "events.jsonl").read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()]
+    except (OSError, ValueError):
+        return []
+
+
+def _newest_event(output_dir: Path) -> dict[str, Any] | None:
+    return (_events(output_dir) or [None])[-1]
+
+
+def _started_here(output_dir: Path) -> bool:
+    """Whether all ranks of the newest start were on this host; another's file may be seen late."""
+    starts = [event for event in _events(output_dir) if event.get("event") == "start"]
+    return bool(starts) and set(starts[-1].get("hosts", ())) == {socket.gethostname()}
 
 
 def _signal(status: int) -> str:

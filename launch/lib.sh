@@ -37,15 +37,21 @@ trap 'exit 75' TERM USR1 INT # until `supervise`: nothing runs yet
 
 stopped=0
 group=0
-# The processes of the run, those with sessions of their own and those whose launcher has died among them.
-of_run() { grep -lsz "^LAUNCHED_BY=$mark\$" /proc/[0-9]*/environ | cut -d / -f 3; }
-trains() {
-    local pid
+# The processes of the run, those with sessions of their own and those whose launcher has died among them. Signals to this
+# script's group, such as a second Ctrl-C, must not end what looks for them.
+of_run() (
+    trap '' TERM USR1 INT
+    grep -lsz "^LAUNCHED_BY=$mark\$" /proc/[0-9]*/environ | cut -d / -f 3
+)
+trains() (
+    trap '' TERM USR1 INT
     for pid in $(of_run); do
-        if grep -qsz '/train\.py$' "/proc/$pid/cmdline"; then return 0; fi
+        if grep -qsz '/train\.py$' "/proc/$pid/cmdline"; then exit 0; fi
     done
-    return 1
-}
+    exit 1
+)
+# Whether another process has the run's folder, such as a rank on another host that still saves.
+is_taken() { [[ -e $output_dir/.lock ]] && ! flock --nonblock "$output_dir/.lock" true 2>/dev/null; }
 # A signal for all of them; where `passes_on` is set, for its command alone. A launcher may die of it; the ranks finish
 # their step, save and end.
 stop() {
@@ -53,14 +59,14 @@ stop() {
     [[ $group -ne 0 ]] || return 0
     local processes=()
     [[ -n ${passes_on:-} ]] || mapfile -t processes < <(of_run)
-    kill -USR1 -- "-$group" "${processes[@]}" 2>/dev/null || true
+    kill -USR1 -- "$group" "-$group" "${processes[@]}" 2>/dev/null || true
 }
 
 # Run a command, RESTARTS times more when it fails, and end with train.py's status: 75 once a signal has come.
 # `output_dir` is the run's, in which it says how it ended: launchers have statuses of their own.
 supervise() {
     trap stop TERM USR1 INT
-    local attempt status before words
+    local attempt status before words waited
     for ((attempt = 0; ; attempt++)); do
         [[ $attempt -eq 0 ]] || export DSTRAIN_RESTARTS=$attempt
         before=$(module dstrain.failure mark "$output_dir") || before="[null, null]"
@@ -71,7 +77,14 @@ supervise() {
         [[ $stopped -eq 0 ]] || stop
         status=0
         wait "$group" 2>/dev/null || status=$? # bash would add a line of its own for a launcher that was killed
-        while trains; do sleep 0.2; done # ranks that outlive their launcher to save
+        # A signal ends the wait, not the launcher; and ranks outlive a launcher that dies, to save.
+        while kill -0 "$group" 2>/dev/null || trains; do sleep 0.2 || true; done
+        if [[ -n ${passes_on:-} && $status -ne 2 ]]; then # those on other hosts
+            for ((waited = 0; waited < 300; waited++)); do
+                is_taken || break
+                sleep 0.2 || true
+            done
+        fi
         group=0
         [[ $stopped -eq 0 ]] || exit 75
         words=""

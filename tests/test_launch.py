@@ -30,7 +30,6 @@ from running import (
 )
 
 from dstrain.control import PREEMPTED
-from dstrain.failure import DIED
 
 pytestmark = pytest.mark.slow
 LONG = {"max_steps": 5000, "train_micro_batch_size_per_gpu": 1}
@@ -160,7 +159,7 @@ def test_four_hosts(cluster, tmp_path):
     os.kill(launcher, signal.SIGKILL)
     wait_for(lambda: ranks_of(recipe) == [], 60)
     said, wrong = process.communicate(timeout=60)
-    assert process.returncode == DIED
+    assert process.returncode == PREEMPTED  # the ranks noticed, and saved
     assert "starting it again (1 of 1)" in wrong
     assert "resumed from step" in said
     steps = [row["step"] for row in metrics(tmp_path / "run")]

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -407,6 +408,16 @@ BY_SIGNAL, BY_FILE = (
         (143, HERE, None, BY_SIGNAL, 75, None),  # the launcher died of it, and the ranks saved
         (143, HERE, None, BY_FILE, 0, None),
         (
+            0,
+            HERE,
+            None,
+            {"event": "start", "hosts": [HERE], "time": "now"},
+            5,
+            "error: the run ended before its last step, and no rank could say why",
+        ),
+        (0, HERE, None, {"event": "start", "hosts": [HERE, "b"], "time": "now"}, 0, None),
+        (0, HERE, None, {"event": "finished", "time": "now"}, 0, None),
+        (
             1,
             HERE,
             None,
@@ -454,6 +465,24 @@ def test_the_first_failure_is_the_last_thing_on_the_screen(
     assert done.stderr.splitlines()[1:] == ([last] if last else [])
     if last and "launcher saw" in last:
         assert "launcher saw" in failure.read(tmp_path / "run").error  # for diagnose
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 3])
+def test_signals_to_the_group_of_a_script_do_not_end_it_before_its_launcher(gpu_machine, tmp_path, times):
+    """As Ctrl-C in a terminal, once and again, and as a batch system that signals every process."""
+    save = f"trap 'sleep 3; echo saved >{tmp_path}/saved; exit 75' USR1\ntouch {tmp_path}/ready\n"
+    (tmp_path / "bin" / "deepspeed").write_text(f"#!/bin/bash\n{save}while :; do sleep 0.1; done\n")
+    process = subprocess.Popen(
+        [str(LAUNCH / "single_node.sh"), str(tiny_recipe(tmp_path))], env=gpu_machine, start_new_session=True,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    wait_for((tmp_path / "ready").exists)
+    for _ in range(times):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.3)
+    assert process.wait(30) == PREEMPTED
+    assert (tmp_path / "saved").exists()
 
 
 @pytest.mark.slow

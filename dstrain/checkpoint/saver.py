@@ -99,6 +99,8 @@ class Saver:
         self._thread.start()
         if not self.background:
             self.wait()
+            if self._step is None:  # the disk was full
+                return
         self.measured = {
             "checkpoint_stall_s": time.perf_counter() - started,
             "checkpoint_gib": sum(sizes) / 2**30,
