@@ -56,6 +56,7 @@ def test_what_a_run_shows_and_leaves(straight):
         "step",
         "step",
         "eval",
+        "last",
         "trained",
     ]
     assert (run / "logs" / "rank-0.log").read_text().splitlines()[2:] == lines

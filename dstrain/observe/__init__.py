@@ -180,10 +180,14 @@ class Observer:
     def _close(self, wall_s: float, saved: Mapping[str, float]) -> None:
         self.console.stop()
         if "checkpoint_gib_per_s" in saved:
-            cost = f"{saved['checkpoint_gib']:.2f} GiB at {saved['checkpoint_gib_per_s']:.2f} GiB/s"
+            cost = f"{_size(saved['checkpoint_gib'])} at {_size(saved['checkpoint_gib_per_s'])}/s"
             self.say(f"{'last save':<10} {cost}, held up training for {saved['checkpoint_stall_s']:.2f} s")
         self.say(f"{'trained for':<10} {tqdm.format_interval(wall_s)}, evaluation and saves among it")
         if self.trackers:
             self.trackers.finish()
         if self.is_main:
             plot_loss(self.output_dir)
+
+
+def _size(gib: float) -> str:
+    return f"{gib:.2f} GiB" if gib >= 0.1 else f"{gib * 1024:.1f} MiB"
