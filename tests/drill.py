@@ -86,8 +86,13 @@ def start(recipe: Path, *arguments: str, order: dict | None = None) -> subproces
     )  # fmt: skip
 
 
-def drill(points: int, seed: int, folder: Path, say: Callable[[str], None] = print) -> list[str]:
-    """Run the drill and return a line for each point. Raises AssertionError for the first thing that is lost."""
+def drill(
+    points: int, seed: int, folder: Path, say: Callable[[str], None] = print, times: int = 4
+) -> list[str]:
+    """Run the drill and return a line for each point. Raises AssertionError for the first thing that is lost.
+
+    times: a process dies at most so many times after it first came to its phase; a run may end before that.
+    """
     from running import metrics, tiny_recipe
 
     from dstrain import checkpoint
@@ -110,7 +115,7 @@ def drill(points: int, seed: int, folder: Path, say: Callable[[str], None] = pri
         who = chance.choice([*range(RANKS), "all"])
         if PHASES[phase][0].endswith("store") and "read" not in PHASES[phase][1].lower():
             who = chance.choice([0, "all"])  # the first rank alone does these
-        order = {"phase": phase, "rank": who, "nth": chance.randint(1, 4)}
+        order = {"phase": phase, "rank": who, "nth": chance.randint(1, times)}
         root = run / "checkpoints"
         good = [s for s in checkpoint.steps(root) if checkpoint.problem(root / f"step-{s}") is None]
         began = time.perf_counter()

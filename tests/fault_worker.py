@@ -89,16 +89,16 @@ def slow_loader_of_rank_1(world):
 
 def slow_rank_1(world):
     """In the forward pass, as a slower device would be."""
-    return slowed(train.model.CausalLMLoss, "forward", world.rank == 1, times=3)
+    return slowed(train.model.CausalLMLoss, "forward", world.rank == 1)
 
 
-def slowed(owner, name, here, times=1):
+def slowed(owner, name, here):
     """Sleep before a call, by the time since the last one: so the share does not depend on the machine."""
     real, state = getattr(owner, name), {"last": time.perf_counter()}
 
     def call(self, *arguments, **more):
         if here:
-            time.sleep(times * (min(time.perf_counter() - state["last"], 2.0) + 0.05))
+            time.sleep(min(time.perf_counter() - state["last"], 2.0) + 0.05)
         result = real(self, *arguments, **more)
         state["last"] = time.perf_counter()
         return result

@@ -140,7 +140,7 @@ EXPECTED = {
     ),
     "raises": ("error", ("No space left on device", "raised in", "save_total_limit=1")),
     "stopped": ("interrupted", ("by the file STOP", "newest checkpoint: step 1", "the same command again")),
-    "straggler": ("straggler", ("rank 1 (", "times as long", "the others wait for it")),
+    "straggler": ("straggler", ("rank 1 (", "times as long", "others waits for it")),
     "late_data": ("data", ("of a step is waiting for data", "rank 1 (")),
     "transfers": ("communication", ("of a step is in collectives", "ZeRO 3", "--zero_stage 2")),
 }

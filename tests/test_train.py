@@ -86,7 +86,7 @@ def test_two_ranks_equal_one(straight, tmp_path, launcher):
     assert set(Path("/dev/shm").glob("deepspeed_*")) <= shared  # DeepSpeed leaves 66 MiB a rank
 
 
-@pytest.mark.parametrize(("micro", "gas"), [(2, 2), (1, 4)])
+@pytest.mark.parametrize(("micro", "gas"), [(1, 4)])
 def test_accumulation_equals_one_batch(tmp_path, micro, gas):
     whole = tiny_recipe(tmp_path / "a", train={"train_micro_batch_size_per_gpu": 4})
     split = tiny_recipe(
@@ -99,7 +99,7 @@ def test_accumulation_equals_one_batch(tmp_path, micro, gas):
 
 @pytest.mark.parametrize(
     ("stage", "precision", "ranks"),
-    [(0, "fp32", 1), (1, "bf16", 1), (2, "fp32", 2), (3, "fp32", 1), (3, "bf16", 2), (0, "bf16", 2)],
+    [(0, "fp32", 1), (1, "bf16", 1), (2, "fp32", 2), (3, "fp32", 1), (3, "bf16", 2)],
 )
 def test_export_loads_with_the_same_eval_loss(tmp_path, stage, precision, ranks):
     recipe = tiny_recipe(
