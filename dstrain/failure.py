@@ -128,7 +128,7 @@ def earlier(output_dir: Path) -> list[Failure]:
 def mark(output_dir: Path) -> str:
     """Return what tells apart what a run leaves from what earlier ones have left, for `last_words`."""
     told = read(output_dir)
-    return json.dumps([told.time if told else None, _newest_event(output_dir)])
+    return json.dumps([told.time if told else None, (_events(output_dir) or [None])[-1]])
 
 
 def last_words(output_dir: Path, status: int, before: str) -> tuple[int, str]:
@@ -138,17 +138,17 @@ def last_words(output_dir: Path, status: int, before: str) -> tuple[int, str]:
     number for a rank that it ended, elsewhere 128 more. before: what `mark` gave as the run was started.
     """
     told_before, event_before = json.loads(before)
-    failed, event, seen = read(output_dir), _newest_event(output_dir), _signal(status)
-    begun_here = event != event_before and _started_here(output_dir)
+    failed, events, seen = read(output_dir), _events(output_dir), _signal(status)
+    event = events[-1] if events and events[-1] != event_before else {}  # of this start
     if failed and failed.time != told_before:
         if failed.kind == "died" and seen and failed.host == socket.gethostname():
             failed = replace(failed, error=failed.error.replace(UNKNOWN, f"its launcher saw {seen}"))
             with contextlib.suppress(OSError):  # for diagnose
                 _write(output_dir / "logs", FILE, json.dumps(asdict(failed), indent=2) + "\n")
         return failed.status, failed.text()
-    if event and event != event_before and event.get("event") == "interrupted":
+    if event.get("event") == "interrupted":
         return (PREEMPTED if event.get("by") == "a signal" else 0), ""
-    if status == 0 and begun_here and event and event.get("event") != "finished":
+    if status == 0 and event and event.get("event") != "finished" and _started_here(events):
         return DIED, "error: the run ended before its last step, and no rank could say why"
     if status == 0:
         return 0, ""
@@ -171,13 +171,9 @@ def _events(output_dir: Path) -> list[dict[str, Any]]:
         return []
 
 
-def _newest_event(output_dir: Path) -> dict[str, Any] | None:
-    return (_events(output_dir) or [None])[-1]
-
-
-def _started_here(output_dir: Path) -> bool:
+def _started_here(events: list[dict[str, Any]]) -> bool:
     """Whether all ranks of the newest start were on this host; another's file may be seen late."""
-    starts = [event for event in _events(output_dir) if event.get("event") == "start"]
+    starts = [event for event in events if event.get("event") == "start"]
     return bool(starts) and set(starts[-1].get("hosts", ())) == {socket.gethostname()}
 
 
