@@ -114,14 +114,23 @@ def clear(output_dir: Path) -> None:
 
 def earlier(output_dir: Path) -> list[Failure]:
     """Return how earlier starts of a run failed, oldest first."""
+    return [Failure(**row) for row in read_lines(output_dir / "logs" / EARLIER)]
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file that has one a line; none if it cannot be read."""
     try:
-        lines = (output_dir / "logs" / EARLIER).read_text(encoding="utf-8").splitlines()
+        text = file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
     found = []
-    for line in lines:
-        with contextlib.suppress(ValueError, TypeError):  # a line that a full disk has cut off
-            found.append(from_json(line))
+    for line in text.splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:  # the process died, or the disk was full, while it wrote this line
+            continue
+        if isinstance(value, dict):
+            found.append(value)
     return found
 
 
@@ -164,11 +173,7 @@ def _write(folder: Path, name: str, text: str) -> None:
 
 
 def _events(output_dir: Path) -> list[dict[str, Any]]:
-    try:
-        text = (output_dir / "logs" / "events.jsonl").read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.splitlines()]
-    except (OSError, ValueError):
-        return []
+    return read_lines(output_dir / "logs" / "events.jsonl")
 
 
 def _started_here(events: list[dict[str, Any]]) -> bool:

@@ -14,7 +14,7 @@ import yaml
 
 from dstrain import failure
 from dstrain.errors import UserError
-from dstrain.failure import Failure
+from dstrain.failure import Failure, read_lines
 
 _TAIL = 20_000  # characters of a rank's log
 
@@ -87,7 +87,7 @@ def read(folder: Path) -> Run:
         near = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
         hint = f"; did you mean {folder / near[0]}?" if near else "; name the output_dir of a run"
         raise UserError(f"{folder}: not a run's folder: no metrics.jsonl, logs/ or resolved/{hint}")
-    rows, events = _lines(folder / "metrics.jsonl"), _lines(folder / "logs" / "events.jsonl")
+    rows, events = read_lines(folder / "metrics.jsonl"), read_lines(folder / "logs" / "events.jsonl")
     starts = [event for event in events if event.get("event") == "start"]
     options = _json(folder / "resolved" / "recipe.json") or _flat(_yaml(folder / "recipe.yaml"))
     names = (folder / "checkpoints").glob("step-*")
@@ -133,22 +133,6 @@ def _failure(folder: Path, starts: list[dict[str, Any]]) -> dict[str, Any] | Non
     except (IndexError, KeyError, TypeError, ValueError):
         return found
     return found if when >= began else None
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    try:
-        text = file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    found = []
-    for line in text.splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:  # the process died while it wrote this line
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found
 
 
 def _json(file: Path) -> dict[str, Any]:
